@@ -1,0 +1,149 @@
+#pragma once
+
+// Per-expert residency for Mixture-of-Experts models (moespac_llamacpp).
+//
+// A context with the feature attached computes the routed experts of a small batch on two processors at the same time:
+// experts that a *slot* of the device holds are computed there ("hot"), all others on CPU threads from host memory ("cold").
+// The caller decides which experts are resident: it starts uploads (load), drops experts (evict) and makes finished uploads
+// visible (publish), always between two decodes.
+//
+// Rows. Everything is indexed by `row`. Row il < n_layer is the MoE block of layer il (a dense layer has an empty row); if a
+// layer has a second MoE block (GroveMoE), that one has a row of its own >= n_layer. A row that cannot run hybrid takes
+// upstream's path and says why (llama_moe_row_info::fallback).
+//
+// Threads. As for the rest of the API, a context belongs to one thread at a time. Between llama_decode and llama_synchronize
+// (or reading logits) a decode is in flight: evict, publish, set_slots and detach are refused then with LLAMA_MOE_IN_FLIGHT;
+// load and sync are allowed, also from another thread.
+//
+// Errors come back as codes; llama_moe_error gives the sentence. Nothing here aborts the process.
+
+#include "llama.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+    enum llama_moe_status {
+        LLAMA_MOE_OK                =   0,
+        LLAMA_MOE_INVALID_ARGUMENT  =  -1,
+        LLAMA_MOE_NOT_ATTACHED      =  -2,
+        LLAMA_MOE_ALREADY_ATTACHED  =  -3,
+        LLAMA_MOE_NO_MOE_LAYERS     =  -4,
+        LLAMA_MOE_NO_DEVICE         =  -5, // the device has no backend, or the CPU backend lacks what the cold lane needs
+        LLAMA_MOE_NO_DEVICE_MEMORY  =  -6,
+        LLAMA_MOE_OUT_OF_RANGE      =  -7, // row or expert
+        LLAMA_MOE_UNSUPPORTED       =  -8, // the row takes upstream's path; llama_moe_row_info::fallback says why
+        LLAMA_MOE_ALREADY_RESIDENT  =  -9, // resident, or its upload is under way
+        LLAMA_MOE_NO_FREE_SLOT      = -10,
+        LLAMA_MOE_NOT_RESIDENT      = -11,
+        LLAMA_MOE_IN_FLIGHT         = -12, // a decode is in flight: call llama_synchronize first
+        LLAMA_MOE_FAILED            = -13, // the device lane or the scheduler failed
+    };
+
+    struct llama_moe_params {
+        ggml_backend_dev_t device;  // where the slots live; NULL: the first GPU, else a second instance of the CPU backend
+        int32_t max_batch_tokens;   // batches of up to this many tokens run hybrid, larger ones take upstream's path
+        bool    own_kernels;        // cold lane: our multi-column kernels where they exist, else ggml's vec_dot
+        bool    cache_graphs;       // keep one graph (and its compute buffers) per batch width, so that a change costs nothing
+        bool    perf;               // take times; counters of pairs and experts are always taken
+    };
+
+    // what a row is
+    struct llama_moe_row_info {
+        int32_t il;             // layer, -1: the row is empty (dense layer)
+        int32_t n_expert;
+        int32_t n_expert_used;  // experts per token
+        int32_t n_slots;
+        int64_t expert_bytes;   // bytes of one expert: what a slot takes and an upload moves
+        bool    hybrid;
+        bool    pinned;         // the experts' host memory is page-locked for the device (uploads at full link speed)
+        const char * fallback;  // why the row takes upstream's path; "" if it runs hybrid
+        const char * kernel;    // cold kernels of gate/up and down, e.g. "avx512-vnni, avx512-vnni"
+    };
+
+    // sums since the last llama_moe_perf_reset; times in microseconds, 0 without llama_moe_params::perf
+    struct llama_moe_perf_data {
+        int64_t n_calls;        // hybrid computations of the row
+        int64_t n_tokens;
+        int64_t n_hot_pairs;    // (token, expert) pairs computed on the device
+        int64_t n_cold_pairs;
+        int64_t n_hot_experts;  // distinct experts per call, summed
+        int64_t n_cold_experts;
+        int64_t n_loads;        // uploads that landed
+        int64_t n_load_bytes;
+        double  us_plan;        // splitting the pairs
+        double  us_launch;      // starting the device lane (thread 0)
+        double  us_cold;        // cold lane, after the launch
+        double  us_wait;        // waiting for the device lane, after the cold lane
+        double  us_total;
+    };
+
+    enum llama_moe_expert_state {
+        LLAMA_MOE_COLD      = 0,
+        LLAMA_MOE_UPLOADING = 1, // invisible until published
+        LLAMA_MOE_RESIDENT  = 2,
+    };
+
+    // ids, weights: [n_tokens][n_expert_used], in the order in which the tokens were decoded; valid during the call only
+    typedef void (*llama_moe_router_callback)(
+            void * user_data, int32_t row, int32_t n_tokens, int32_t n_expert_used, const int32_t * ids, const float * weights);
+
+    LLAMA_API struct llama_moe_params llama_moe_default_params(void);
+
+    // Finds the context's MoE blocks and attaches; every row starts with 0 slots.
+    LLAMA_API int32_t llama_moe_attach(struct llama_context * ctx, struct llama_moe_params params);
+    // Frees all device memory of the feature; the context is upstream's again. A no-op when nothing is attached.
+    LLAMA_API int32_t llama_moe_detach(struct llama_context * ctx);
+
+    // The sentence for the last error of this thread.
+    LLAMA_API const char * llama_moe_error(void);
+
+    LLAMA_API int32_t llama_moe_n_rows  (const struct llama_context * ctx); // 0: not attached
+    LLAMA_API int32_t llama_moe_n_expert(const struct llama_context * ctx); // largest number of experts of any row
+    LLAMA_API int32_t llama_moe_row     (const struct llama_context * ctx, int32_t row, struct llama_moe_row_info * info);
+
+    // n_slots[n_rows]; 0 for rows that are empty or not hybrid. Residents whose slot number is still there stay; the others are
+    // evicted. A row whose memory could not be had keeps what it had; the rest is done.
+    LLAMA_API int32_t llama_moe_set_slots(struct llama_context * ctx, const int32_t * n_slots);
+    // Bytes that slots and the lane's buffers take on the device now.
+    LLAMA_API int64_t llama_moe_device_bytes(const struct llama_context * ctx);
+
+    // Starts an upload into a free slot and returns at once. The expert stays cold until a publish after the upload landed.
+    LLAMA_API int32_t llama_moe_load (struct llama_context * ctx, int32_t row, int32_t expert);
+    // Drops a resident at once, or withdraws an upload.
+    LLAMA_API int32_t llama_moe_evict(struct llama_context * ctx, int32_t row, int32_t expert);
+    // Makes landed uploads visible; returns how many (>= 0) or an error (< 0). Never waits.
+    LLAMA_API int32_t llama_moe_publish(struct llama_context * ctx);
+    // Waits until all started uploads have landed.
+    LLAMA_API int32_t llama_moe_sync(struct llama_context * ctx);
+    // states[n_expert of the row]: enum llama_moe_expert_state
+    LLAMA_API int32_t llama_moe_residency(const struct llama_context * ctx, int32_t row, uint8_t * states);
+
+    // Router counts of the last decode, [n_rows][n_expert], summed over its ubatches; waits for the decode. The pointer stays
+    // valid, and its numbers until the next decode, while the feature is attached. NULL: not attached.
+    // Most models compute their last layer only for tokens whose logits were asked for: its row counts those tokens alone.
+    LLAMA_API const int32_t * llama_moe_counts(struct llama_context * ctx);
+    // Called for every row of every ubatch when a decode has been synchronised; NULL ends it.
+    LLAMA_API int32_t llama_moe_set_router_callback(struct llama_context * ctx, llama_moe_router_callback callback, void * user_data);
+
+    LLAMA_API int32_t llama_moe_perf      (const struct llama_context * ctx, int32_t row, struct llama_moe_perf_data * data);
+    LLAMA_API int32_t llama_moe_perf_reset(struct llama_context * ctx, bool take_times);
+
+    // How often a decode found its graph ready, and how often one had to be built, since attach.
+    LLAMA_API void llama_moe_graph_stats(const struct llama_context * ctx, int64_t * n_reused, int64_t * n_built);
+
+    // Bytes of the GGUF's experts that live in host memory, and of these the page-locked ones.
+    LLAMA_API void llama_moe_host_bytes(const struct llama_context * ctx, int64_t * total, int64_t * pinned);
+
+    // The instruction set of our cold kernels on this machine ("avx512-vnni", "avx2", "none").
+    LLAMA_API const char * llama_moe_kernel_isa(void);
+    // Caps it for tests and comparisons: 0 none, 1 avx2, 2 avx512-vnni; returns the level in force. Takes effect at attach.
+    LLAMA_API int32_t llama_moe_set_kernel_limit(int32_t level);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,313 @@
+// The C API over llama_moe_state (include/llama-moe.h).
+
+#include "llama-moe.h"
+
+#include "llama-context.h"
+#include "moe-state.h"
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include <exception>
+
+static thread_local std::string last_error;
+
+static int32_t fail(int32_t status, const std::string & message) {
+    last_error = message;
+    return status;
+}
+
+static llama_moe_state * state_of(const llama_context * ctx) {
+    return ctx ? ctx->moe.get() : nullptr;
+}
+
+static int32_t not_attached() {
+    return fail(LLAMA_MOE_NOT_ATTACHED, "no per-expert residency is attached to this context");
+}
+
+static int32_t in_flight() {
+    return fail(LLAMA_MOE_IN_FLIGHT, "a decode is in flight: call llama_synchronize (or read its logits) first");
+}
+
+// the layer of a row that can have slots, or null with the status set
+static moe_layer * hybrid_layer(llama_moe_state & st, int32_t row, int32_t expert, int32_t & status) {
+    moe_layer * l = st.layer(row);
+    if (!l) {
+        status = fail(LLAMA_MOE_OUT_OF_RANGE, "row " + std::to_string(row) + " has no experts (there are " + std::to_string(st.rows.size()) + " rows)");
+        return nullptr;
+    }
+    if (!l->block.hybrid()) {
+        status = fail(LLAMA_MOE_UNSUPPORTED, "row " + std::to_string(row) + " takes llama.cpp's own path: " + l->block.fallback);
+        return nullptr;
+    }
+    if (expert < 0 || expert >= l->block.n_expert) {
+        status = fail(LLAMA_MOE_OUT_OF_RANGE, "row " + std::to_string(row) + " has experts 0 to " + std::to_string(l->block.n_expert - 1) + ", not " + std::to_string(expert));
+        return nullptr;
+    }
+    return l;
+}
+
+static std::string expert_at(int32_t row, int32_t expert) {
+    return "expert " + std::to_string(expert) + " of row " + std::to_string(row);
+}
+
+struct llama_moe_params llama_moe_default_params(void) {
+    return {
+        /*.device           =*/ nullptr,
+        /*.max_batch_tokens =*/ 32,
+        /*.own_kernels      =*/ true,
+        /*.cache_graphs     =*/ true,
+        /*.perf             =*/ false,
+    };
+}
+
+const char * llama_moe_error(void) {
+    return last_error.c_str();
+}
+
+int32_t llama_moe_attach(llama_context * ctx, llama_moe_params params) {
+    if (!ctx) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, "the context is NULL");
+    }
+    if (ctx->moe) {
+        return fail(LLAMA_MOE_ALREADY_ATTACHED, "per-expert residency is attached to this context already");
+    }
+    if (params.max_batch_tokens < 1 || params.max_batch_tokens > 512) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, "max_batch_tokens is " + std::to_string(params.max_batch_tokens) + ", it must be from 1 to 512");
+    }
+    std::string error;
+    int32_t status;
+    try {
+        llama_synchronize(ctx);
+        ctx->moe.reset(new llama_moe_state(*ctx, params));
+        status = ctx->moe->attach(error);
+    } catch (const std::exception & e) {
+        error  = e.what();
+        status = LLAMA_MOE_FAILED;
+    }
+    if (status != LLAMA_MOE_OK) {
+        llama_moe_detach(ctx);
+        return fail(status, error);
+    }
+    return LLAMA_MOE_OK;
+}
+
+int32_t llama_moe_detach(llama_context * ctx) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return LLAMA_MOE_OK;
+    }
+    llama_synchronize(ctx);
+    try {
+        ctx->moe_detach();
+    } catch (const std::exception & e) {
+        return fail(LLAMA_MOE_FAILED, e.what());
+    }
+    return LLAMA_MOE_OK;
+}
+
+int32_t llama_moe_n_rows(const llama_context * ctx) {
+    const llama_moe_state * st = state_of(ctx);
+    return st ? (int32_t) st->rows.size() : 0;
+}
+
+int32_t llama_moe_n_expert(const llama_context * ctx) {
+    const llama_moe_state * st = state_of(ctx);
+    return st ? st->log.n_expert : 0;
+}
+
+int32_t llama_moe_row(const llama_context * ctx, int32_t row, llama_moe_row_info * info) {
+    const llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    if (row < 0 || row >= (int32_t) st->rows.size()) {
+        return fail(LLAMA_MOE_OUT_OF_RANGE, "there is no row " + std::to_string(row) + " (there are " + std::to_string(st->rows.size()) + ")");
+    }
+    const moe_layer * l = st->layer(row);
+    *info = {};
+    info->il       = -1;
+    info->fallback = "";
+    info->kernel   = "";
+    if (l) {
+        info->il            = l->block.il;
+        info->n_expert      = l->block.n_expert;
+        info->n_expert_used = l->block.n_used;
+        info->n_slots       = (int32_t) l->slots.slots.size();
+        info->expert_bytes  = (int64_t) l->block.expert_bytes();
+        info->hybrid        = l->fallback_now.empty();
+        info->pinned        = l->pinned;
+        info->fallback      = l->fallback_now.c_str();
+        info->kernel        = l->kernels.c_str();
+    }
+    return LLAMA_MOE_OK;
+}
+
+int32_t llama_moe_set_slots(llama_context * ctx, const int32_t * n_slots) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    if (st->in_flight) {
+        return in_flight();
+    }
+    std::string error;
+    const int32_t status = st->set_slots(n_slots, error);
+    return status == LLAMA_MOE_OK ? status : fail(status, error);
+}
+
+int64_t llama_moe_device_bytes(const llama_context * ctx) {
+    const llama_moe_state * st = state_of(ctx);
+    return st ? st->device_bytes() : 0;
+}
+
+int32_t llama_moe_load(llama_context * ctx, int32_t row, int32_t expert) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    int32_t status = LLAMA_MOE_OK;
+    moe_layer * l = hybrid_layer(*st, row, expert, status);
+    if (!l) {
+        return status;
+    }
+    status = st->residency->load(l->block, l->slots, expert);
+    switch (status) {
+        case LLAMA_MOE_ALREADY_RESIDENT:
+            return fail(status, expert_at(row, expert) + " is resident or on its way already");
+        case LLAMA_MOE_NO_FREE_SLOT:
+            return fail(status, "no free slot for " + expert_at(row, expert) + ": all " + std::to_string(l->slots.slots.size()) + " are taken");
+        default:
+            return status;
+    }
+}
+
+int32_t llama_moe_evict(llama_context * ctx, int32_t row, int32_t expert) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    if (st->in_flight) {
+        return in_flight();
+    }
+    int32_t status = LLAMA_MOE_OK;
+    moe_layer * l = hybrid_layer(*st, row, expert, status);
+    if (!l) {
+        return status;
+    }
+    status = st->residency->evict(l->slots, expert);
+    return status == LLAMA_MOE_OK ? status : fail(status, expert_at(row, expert) + " is not resident");
+}
+
+int32_t llama_moe_publish(llama_context * ctx) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    if (st->in_flight) {
+        return in_flight();
+    }
+    int32_t n = 0;
+    for (auto & l : st->layers) {
+        n += l->block.hybrid() ? st->residency->publish(l->slots) : 0;
+    }
+    return n;
+}
+
+int32_t llama_moe_sync(llama_context * ctx) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    st->residency->sync();
+    return LLAMA_MOE_OK;
+}
+
+int32_t llama_moe_residency(const llama_context * ctx, int32_t row, uint8_t * states) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    int32_t status = LLAMA_MOE_OK;
+    moe_layer * l = hybrid_layer(*st, row, 0, status);
+    if (l) {
+        st->residency->states(l->slots, states);
+    }
+    return status;
+}
+
+const int32_t * llama_moe_counts(llama_context * ctx) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        not_attached();
+        return nullptr;
+    }
+    if (st->in_flight) {
+        llama_synchronize(ctx);
+    }
+    return st->log.counts.data();
+}
+
+int32_t llama_moe_set_router_callback(llama_context * ctx, llama_moe_router_callback callback, void * user_data) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    if (st->in_flight) {
+        return in_flight();
+    }
+    st->set_callback(callback, user_data);
+    return LLAMA_MOE_OK;
+}
+
+int32_t llama_moe_perf(const llama_context * ctx, int32_t row, llama_moe_perf_data * data) {
+    const llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    const moe_layer * l = st->layer(row);
+    if (!l) {
+        return fail(LLAMA_MOE_OUT_OF_RANGE, "row " + std::to_string(row) + " has no experts");
+    }
+    *data = l->perf;
+    st->residency->load_stats(l->slots, data->n_loads, data->n_load_bytes);
+    return LLAMA_MOE_OK;
+}
+
+int32_t llama_moe_perf_reset(llama_context * ctx, bool take_times) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    st->params.perf = take_times;
+    for (auto & l : st->layers) {
+        l->perf = {};
+        st->residency->reset_stats(l->slots);
+    }
+    return LLAMA_MOE_OK;
+}
+
+void llama_moe_graph_stats(const llama_context * ctx, int64_t * n_reused, int64_t * n_built) {
+    const llama_moe_state * st = state_of(ctx);
+    *n_reused = st ? st->n_reused() : 0;
+    *n_built  = st ? st->n_ubatches - *n_reused : 0;
+}
+
+void llama_moe_host_bytes(const llama_context * ctx, int64_t * total, int64_t * pinned) {
+    const llama_moe_state * st = state_of(ctx);
+    *total = *pinned = 0;
+    for (const auto * l : st ? st->rows : std::vector<moe_layer *>()) {
+        if (l && l->block.hybrid()) {
+            const int64_t n = (int64_t) l->block.n_expert*l->block.expert_bytes();
+            *total  += n;
+            *pinned += l->pinned ? n : 0;
+        }
+    }
+}
+
+const char * llama_moe_kernel_isa(void) {
+    return moe_kernel_isa();
+}
+
+int32_t llama_moe_set_kernel_limit(int32_t level) {
+    return moe_kernel_set_isa_limit(level);
+}

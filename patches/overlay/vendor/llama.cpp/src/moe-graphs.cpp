@@ -1,0 +1,69 @@
+#include "moe-graphs.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-memory.h"
+
+#include <algorithm>
+
+void moe_graph_cache::swap(entry & e) {
+    std::swap(ctx.sched, e.sched);
+    std::swap(ctx.gf_res_prev, e.res);
+    std::swap(ctx.gf_res_prev_active, e.active);
+}
+
+void moe_graph_cache::restore() {
+    if (current) {
+        swap(*current);
+        current = nullptr;
+    }
+}
+
+void moe_graph_cache::clear() {
+    restore();
+    entries.clear();
+}
+
+// reserves for the full context, so that the buffers do not grow while generating
+bool moe_graph_cache::create(entry & e) {
+    e.sched.reset(ggml_backend_sched_new(ctx.backend_ptrs.data(), ctx.backend_buft.data(), (int) ctx.backend_ptrs.size(),
+            ctx.gf_res_reserve->get_max_nodes(), false, ctx.cparams.op_offload));
+    swap(e);
+    const auto mctx = ctx.memory->init_full();
+    const uint32_t n_outputs = std::min((uint32_t) e.n_tokens, ctx.cparams.n_outputs_max);
+    const bool ok = mctx && ctx.graph_reserve(e.n_tokens, 1, n_outputs, mctx.get()) != nullptr;
+    swap(e);
+    if (!ok) {
+        LLAMA_LOG_WARN("%s: no memory for a graph of %d tokens: batches of this width share the context's own graph\n", __func__, e.n_tokens);
+        e.sched.reset();
+    }
+    return ok;
+}
+
+void moe_graph_cache::select(int n_tokens) {
+    if (current && current->n_tokens == n_tokens) {
+        current->last_use = ++clock;
+        return;
+    }
+    restore();
+    // pipeline parallelism keeps several copies in flight: there upstream's one graph stays
+    if (n_tokens > max_tokens || !ctx.memory || ctx.cparams.pipeline_parallel) {
+        return;
+    }
+    auto it = std::find_if(entries.begin(), entries.end(), [&](const auto & e) { return e->n_tokens == n_tokens; });
+    if (it == entries.end()) {
+        if (entries.size() >= MAX_WIDTHS) {
+            entries.erase(std::min_element(entries.begin(), entries.end(), [](const auto & a, const auto & b) { return a->last_use < b->last_use; }));
+        }
+        auto e = std::make_unique<entry>();
+        e->n_tokens = n_tokens;
+        e->failed   = !create(*e);
+        entries.push_back(std::move(e));
+        it = entries.end() - 1;
+    }
+    (*it)->last_use = ++clock;
+    if (!(*it)->failed) {
+        current = it->get();
+        swap(*current);
+    }
+}

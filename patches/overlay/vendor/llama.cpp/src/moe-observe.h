@@ -1,0 +1,74 @@
+#pragma once
+
+// What the routers chose in the last decode: a log of ids (and weights, if somebody listens), and the counts that follow from it.
+//
+// A hybrid layer writes its part of the log itself. A layer on upstream's path copies its ids inside the graph into a buffer
+// of its device, and one asynchronous copy per device and ubatch brings them to the host: no split, no wait, and the copy is one
+// more reader of the ids after the weights, so that upstream's fused top-k stays fused.
+
+#include "moe-block.h"
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+struct moe_router_log {
+    // rows in ascending order; devices[i]: where row i's router is computed
+    bool init(int n_rows, int n_used, int n_expert, int n_batch, int n_ubatch, ggml_backend_buffer_type_t host_buft,
+              const std::vector<ggml_backend_dev_t> & devices, std::string & error);
+
+    // per decode, per ubatch
+    void begin_decode();
+    void begin_ubatch(int n_tokens);
+    // fetches what the rows in `upstream` have written on their devices; `cropped` rows have n_outputs entries, not n_tokens
+    void end_ubatch(const std::vector<bool> & upstream, const std::vector<bool> & cropped, int n_outputs,
+                    const std::vector<ggml_backend_t> & backends, bool weights);
+
+    // the current ubatch's entries of a row, [n_tokens][n_used] with stride n_used; null if the log is full
+    int       n_tokens() const { return segments.empty() ? 0 : segments.back().n_tokens; } // of the current ubatch
+    int32_t * ids    (int row);
+    float   * weights(int row);
+
+    // the graph node that copies a row's ids (or weights) into the device's log; n_tokens: of the ubatch
+    ggml_tensor * copy_ids    (ggml_context * ctx, int row, ggml_tensor * ids, int n_tokens);
+    ggml_tensor * copy_weights(ggml_context * ctx, int row, ggml_tensor * weights, int n_tokens);
+
+    // counts and callbacks of all ubatches that came since the last fold; the decode must have been synchronised
+    void fold(const std::vector<int> & n_used_of_row, const std::vector<bool> & cropped, llama_moe_router_callback callback, void * user_data);
+
+    int n_rows   = 0;
+    int n_used   = 0; // largest of any row: the stride of the log
+    int n_expert = 0;
+    std::vector<int32_t> counts; // [n_rows][n_expert]
+
+private:
+    struct device_log {
+        ggml_backend_dev_t      dev;
+        ggml_context_ptr        ctx;
+        ggml_backend_buffer_ptr buf;
+        ggml_tensor * ids     = nullptr; // I32, as the host's segment but of the rows of this device
+        ggml_tensor * weights = nullptr; // F32
+        std::vector<int> rows;
+    };
+    struct segment {
+        int    n_tokens;
+        int    n_outputs;
+        size_t first; // entry of (row 0, token 0)
+    };
+
+    size_t device_offset(const device_log & d, int row, int n_tokens) const; // entries
+    device_log & log_of(int row);
+    ggml_tensor * copy(ggml_context * ctx, int row, ggml_tensor * src, ggml_tensor * log, int n_tokens);
+
+    std::vector<device_log> logs;
+    std::vector<int>        log_of_row;
+    ggml_backend_buffer_ptr buf; // page-locked if possible
+    int32_t * host_ids     = nullptr;
+    float   * host_weights = nullptr;
+    size_t capacity = 0; // entries
+    size_t used     = 0;
+    bool   full     = false;
+    std::vector<segment> segments;
+    size_t n_folded = 0;
+};

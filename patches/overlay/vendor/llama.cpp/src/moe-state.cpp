@@ -1,0 +1,438 @@
+#include "moe-state.h"
+
+#include "llama-adapter.h"
+#include "llama-context.h"
+#include "llama-graph.h"
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+
+moe_type_traits_t moe_cpu_type_traits() {
+    ggml_backend_dev_t dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    ggml_backend_reg_t reg = dev ? ggml_backend_dev_backend_reg(dev) : nullptr;
+    return reg ? (moe_type_traits_t) ggml_backend_reg_get_proc_address(reg, "ggml_get_type_traits_cpu") : nullptr;
+}
+
+llama_moe_state::llama_moe_state(llama_context & ctx, const llama_moe_params & params) :
+    ctx(ctx), params(params), graphs(ctx, params.max_batch_tokens) {}
+
+llama_moe_state::~llama_moe_state() {
+    residency.reset(); // its thread may be writing into slots
+    graphs.restore();
+}
+
+void llama_moe_state_deleter::operator()(llama_moe_state * state) const {
+    delete state;
+}
+
+void llama_moe_state::new_epoch() {
+    static std::atomic<uint64_t> next{1};
+    epoch = next++;
+}
+
+void llama_moe_state::fail(const std::string & what) {
+    failure = what;
+    LLAMA_LOG_ERROR("moe: %s\n", what.c_str());
+}
+
+//
+// which blocks there are, and which of them run hybrid
+//
+
+static bool known_activation(int type_op, moe_activation & act) {
+    switch (type_op) {
+        case LLM_FFN_SILU:           act = MOE_ACT_SWIGLU;     return true;
+        case LLM_FFN_GELU:           act = MOE_ACT_GEGLU;      return true;
+        case LLM_FFN_RELU:           act = MOE_ACT_REGLU;      return true;
+        case LLM_FFN_SWIGLU_OAI_MOE: act = MOE_ACT_SWIGLU_OAI; return true;
+        default: return false;
+    }
+}
+
+// "" if the tensor can be uploaded slice by slice and read by vec_dot
+static std::string host_problem(const ggml_tensor * t, int part, moe_type_traits_t traits) {
+    const std::string name = ggml_get_name(t);
+    if (!t->buffer) {
+        return name + " has no memory";
+    }
+    const char * buft = ggml_backend_buft_name(ggml_backend_buffer_get_type(t->buffer));
+    if (!ggml_backend_buffer_is_host(t->buffer)) {
+        return name + " is in " + buft + " memory, not in plain host memory";
+    }
+    if (part >= MOE_GATE_B) {
+        return t->type == GGML_TYPE_F32 && ggml_is_contiguous(t) ? "" : name + " is not F32";
+    }
+    const ggml_type_traits_cpu * tr = traits(t->type);
+    if (!tr->vec_dot || (tr->vec_dot_type != GGML_TYPE_F32 && !traits(tr->vec_dot_type)->from_float)) {
+        return std::string("the CPU has no product for ") + ggml_type_name(t->type) + " (" + name + ")";
+    }
+    return ggml_is_contiguous(t) ? "" : name + " is not contiguous";
+}
+
+static std::string why_not_hybrid(const llama_moe_ffn & f, moe_block & b, const llama_hparams & hparams, moe_type_traits_t traits) {
+    const ggml_tensor * gate = f.tensors[MOE_GATE];
+    const ggml_tensor * up   = f.tensors[MOE_UP];
+    const ggml_tensor * down = f.tensors[MOE_DOWN];
+    if (!gate || (!f.merged && !up)) {
+        return "experts without a gate matrix are not covered";
+    }
+    if (f.scaled) {
+        return "per-expert scales of gate or up are not covered";
+    }
+    if (f.down_scale && (f.tensors[MOE_DOWN_B] || f.weight_before)) { // the scale is taken into the router's weight
+        return "per-expert scales together with biases or weighted inputs are not covered";
+    }
+    if (f.down_scale && (f.down_scale->type != GGML_TYPE_F32 || !f.down_scale->buffer || !ggml_backend_buffer_is_host(f.down_scale->buffer))) {
+        return std::string(ggml_get_name(f.down_scale)) + " is not F32 in host memory";
+    }
+    if (f.precise) {
+        return "a precision override on the experts' products is not covered";
+    }
+    if (!known_activation(f.type_op, b.act)) {
+        return "the experts' activation is not covered";
+    }
+    if (f.type_op == LLM_FFN_SILU && f.il >= 0 && hparams.swiglu_clamp_exp[f.il] > 1e-6f) {
+        return "clamped SwiGLU is not covered";
+    }
+    const int64_t n_ff = f.merged ? gate->ne[1]/2 : gate->ne[1];
+    if (gate->ne[0] != f.cur->ne[0] || down->ne[1] != f.cur->ne[0] || down->ne[0] != n_ff || (up && (up->ne[0] != gate->ne[0] || up->ne[1] != n_ff))) {
+        return "the experts' matrices have unusual shapes";
+    }
+    for (int p = 0; p < MOE_N_PARTS; p++) {
+        if (f.tensors[p]) {
+            const std::string problem = host_problem(f.tensors[p], p, traits);
+            if (!problem.empty()) {
+                return problem;
+            }
+        }
+    }
+    return "";
+}
+
+void llama_moe_state::discover(const llm_graph_context & g, const llama_moe_ffn & f) {
+    if (by_down.count(f.tensors[MOE_DOWN])) {
+        return;
+    }
+    auto l = std::make_unique<moe_layer>();
+    moe_block & b = l->block;
+    b.il            = f.il;
+    b.n_expert      = (int) f.tensors[MOE_DOWN]->ne[2];
+    b.n_used        = (int) f.ids->ne[0];
+    b.n_embd        = (int) f.cur->ne[0];
+    b.n_ff          = (int) f.tensors[MOE_DOWN]->ne[0];
+    b.merged        = f.merged;
+    b.weight_before = f.weight_before;
+    b.host          = f.tensors;
+    b.down_scale    = f.down_scale;
+    b.fallback      = why_not_hybrid(f, b, g.hparams, moe_cpu_type_traits());
+    l->state        = this;
+    by_down[f.tensors[MOE_DOWN]] = l.get();
+    layers.push_back(std::move(l));
+}
+
+//
+// attach
+//
+
+static ggml_backend_dev_t default_device() {
+    for (auto type : { GGML_BACKEND_DEVICE_TYPE_GPU, GGML_BACKEND_DEVICE_TYPE_IGPU, GGML_BACKEND_DEVICE_TYPE_CPU }) {
+        if (ggml_backend_dev_t dev = ggml_backend_dev_by_type(type)) {
+            return dev;
+        }
+    }
+    return nullptr;
+}
+
+static bool host_pinned(const moe_block & b, ggml_backend_buffer_type_t host_buft) {
+    for (int p : { MOE_GATE, MOE_UP, MOE_DOWN }) {
+        if (b.host[p] && ggml_backend_buffer_get_type(b.host[p]->buffer) != host_buft) {
+            return false;
+        }
+    }
+    return true;
+}
+
+int32_t llama_moe_state::attach(std::string & error) {
+    if (!moe_cpu_type_traits()) {
+        error = "the CPU backend in use does not tell its kernels (ggml_get_type_traits_cpu): is it from an unpatched build?";
+        return LLAMA_MOE_NO_DEVICE;
+    }
+    ggml_backend_dev_t dev = params.device ? params.device : default_device();
+    if (!dev) {
+        error = "ggml has no device";
+        return LLAMA_MOE_NO_DEVICE;
+    }
+    cold   = std::make_unique<moe_cold_lane>(moe_cpu_type_traits(), params.own_kernels);
+    device = std::make_unique<moe_device_lane>(dev, params.max_batch_tokens);
+    if (!device->init(error)) {
+        return LLAMA_MOE_NO_DEVICE;
+    }
+
+    // one reserve with the hook listening: every architecture shows its blocks in the same way
+    const bool warmup = ctx.cparams.warmup;
+    ctx.cparams.warmup = false;
+    discovering = true;
+    new_epoch();
+    ctx.sched_need_reserve = true;
+    ctx.sched_reserve();
+    discovering = false;
+    ctx.cparams.warmup = warmup;
+    if (layers.empty()) {
+        error = "the model has no MoE layers";
+        return LLAMA_MOE_NO_MOE_LAYERS;
+    }
+
+    // rows
+    rows.assign(ctx.model.hparams.n_layer_all, nullptr);
+    for (auto & l : layers) {
+        const int il = l->block.il;
+        if (il >= 0 && il < (int) ctx.model.hparams.n_layer_all && !rows[il]) {
+            rows[il] = l.get();
+        } else {
+            rows.push_back(l.get());
+        }
+    }
+    int max_expert = 0;
+    int max_used   = 0;
+    std::vector<ggml_backend_dev_t> devices(rows.size(), nullptr);
+    const bool has_host_buft = ggml_backend_dev_host_buffer_type(dev) != nullptr;
+    for (size_t row = 0; row < rows.size(); row++) {
+        if (!rows[row]) {
+            continue;
+        }
+        moe_layer & l = *rows[row];
+        moe_block & b = l.block;
+        b.row        = (int) row;
+        max_expert   = std::max(max_expert, b.n_expert);
+        max_used     = std::max(max_used, b.n_used);
+        devices[row] = ctx.model.dev_layer(std::max(b.il, 0));
+        l.packed     = devices[row] && ggml_backend_dev_type(devices[row]) != GGML_BACKEND_DEVICE_TYPE_CPU;
+        const int x_cols = b.n_embd + (l.packed ? 2*b.n_used : 0);
+        if (b.hybrid() && !device->supports(b, x_cols, b.fallback)) {
+            b.fallback = "the device cannot compute the experts: " + b.fallback;
+        }
+        if (b.hybrid()) {
+            l.pinned  = has_host_buft && host_pinned(b, device->host_buft);
+            l.kernels = cold->kernel_names(b);
+            cold->reserve(b, params.max_batch_tokens);
+            if (!device->reserve(b, x_cols, error)) {
+                return LLAMA_MOE_NO_DEVICE_MEMORY;
+            }
+            l.slots.slot_of.assign(b.n_expert, -1);
+        } else {
+            LLAMA_LOG_WARN("moe: layer %d takes llama.cpp's own path: %s\n", b.il, b.fallback.c_str());
+        }
+        l.fallback_now = b.fallback;
+    }
+    count_of.resize(max_expert);
+    next_of.resize(max_expert);
+    hot.reserve((size_t) params.max_batch_tokens*max_used);
+
+    if (!log.init((int) rows.size(), max_used, max_expert, ctx.cparams.n_batch, ctx.cparams.n_ubatch, device->host_buft, devices, error)) {
+        return LLAMA_MOE_NO_DEVICE_MEMORY;
+    }
+    residency = std::make_unique<moe_residency>(dev);
+    if (!residency->init(error)) {
+        return LLAMA_MOE_NO_DEVICE;
+    }
+    n_reused_0 = ctx.n_reused;
+
+    new_epoch();
+    ctx.sched_need_reserve = true;
+    ctx.sched_reserve();
+    return LLAMA_MOE_OK;
+}
+
+//
+// hooks of the context
+//
+
+void llama_moe_state::begin_decode() {
+    graphs.restore(); // memory updates work on the context's own graph
+    log.begin_decode();
+    failure.clear();
+}
+
+void llama_moe_state::begin_ubatch(int n_tokens) {
+    in_flight = true;
+    n_ubatches++;
+    if (params.cache_graphs) {
+        graphs.select(n_tokens);
+    }
+    log.begin_ubatch(n_tokens);
+}
+
+bool llama_moe_state::end_ubatch() {
+    const int n_tokens = log.n_tokens();
+    std::vector<bool> upstream(rows.size(), false);
+    for (size_t row = 0; row < rows.size(); row++) {
+        upstream[row] = rows[row] && !runs_hybrid(*rows[row], n_tokens);
+    }
+    log.end_ubatch(upstream, cropped_rows(), ctx.n_outputs, ctx.backend_ptrs, callback != nullptr);
+    return failure.empty();
+}
+
+void llama_moe_state::on_synchronize() {
+    if (!in_flight) {
+        return;
+    }
+    in_flight = false;
+    std::vector<int> n_used(rows.size(), 0);
+    for (size_t row = 0; row < rows.size(); row++) {
+        n_used[row] = rows[row] ? rows[row]->block.n_used : 0;
+    }
+    log.fold(n_used, cropped_rows(), callback, callback_data);
+}
+
+std::vector<bool> llama_moe_state::cropped_rows() const {
+    std::vector<bool> cropped(rows.size(), false);
+    for (size_t row = 0; row < rows.size(); row++) {
+        cropped[row] = rows[row] && rows[row]->cropped;
+    }
+    return cropped;
+}
+
+//
+// hook of build_moe_ffn
+//
+
+bool llama_moe_state::runs_hybrid(const moe_layer & l, int n_tokens) const {
+    return l.block.hybrid() && !l.lora && n_tokens <= params.max_batch_tokens;
+}
+
+static bool has_lora(const llm_graph_context & g, const llama_moe_ffn & f) {
+    for (const auto & lora : *g.loras) {
+        for (ggml_tensor * t : f.tensors) {
+            if (t && lora.first->get_weight(t)) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+// cur, ids and weights in one tensor: one copy from the device instead of three, each of which would wait for it
+static ggml_tensor * pack_inputs(ggml_context * ctx, ggml_tensor * cur, ggml_tensor * ids, ggml_tensor * weights) {
+    ggml_tensor * i = ggml_cast(ctx, ids, GGML_TYPE_F32); // exact: ids are far below 2^24
+    ggml_tensor * w = ggml_reshape_2d(ctx, weights, weights->ne[1], weights->ne[2]);
+    return ggml_concat(ctx, cur, ggml_concat(ctx, i, w, 0), 0);
+}
+
+ggml_tensor * llama_moe_state::build_op(const llm_graph_context & g, moe_layer & l, const llama_moe_ffn & f) {
+    ggml_tensor * args[3] = { f.cur, f.ids, f.weights };
+    int n_args = 3;
+    if (!ggml_is_contiguous(f.cur)) {
+        args[0] = ggml_cont(g.ctx0, f.cur);
+    }
+    if (l.packed) {
+        args[0] = pack_inputs(g.ctx0, args[0], f.ids, f.weights);
+        n_args  = 1;
+    }
+    ggml_tensor * out = ggml_custom_4d(g.ctx0, GGML_TYPE_F32, f.cur->ne[0], f.cur->ne[1], 1, 1, args, n_args, moe_op, GGML_N_TASKS_MAX, &l);
+    ggml_backend_sched_set_tensor_backend(g.sched, out, g.backend_cpu);
+    return out;
+}
+
+ggml_tensor * llama_moe_state::build(const llm_graph_context & g, const llama_moe_ffn & f) {
+    if (discovering) {
+        discover(g, f);
+        return nullptr;
+    }
+    const auto it = by_down.find(f.tensors[MOE_DOWN]);
+    if (it == by_down.end()) {
+        return nullptr; // not part of the graphs that attach saw
+    }
+    moe_layer & l = *it->second;
+    const int64_t n_tokens = f.cur->ne[1];
+    if ((int) f.ids->ne[0] != l.block.n_used || n_tokens == 0) {
+        return nullptr;
+    }
+    l.cropped = l.cropped || n_tokens != g.n_tokens;
+    const bool lora = has_lora(g, f);
+    if (lora != l.lora) {
+        l.lora = lora;
+        l.fallback_now = lora ? "a LoRA adapter changes the experts" : l.block.fallback;
+        if (lora) {
+            LLAMA_LOG_WARN("moe: layer %d takes llama.cpp's own path: %s\n", l.block.il, l.fallback_now.c_str());
+        }
+    }
+    // by the width of the ubatch, not of a cropped layer: end_ubatch must come to the same answer
+    if (runs_hybrid(l, (int) g.n_tokens)) {
+        return build_op(g, l, f);
+    }
+    ggml_build_forward_expand(g.gf, log.copy_ids(g.ctx0, l.block.row, f.ids, (int) g.n_tokens));
+    if (callback) {
+        ggml_build_forward_expand(g.gf, log.copy_weights(g.ctx0, l.block.row, f.weights, (int) g.n_tokens));
+    }
+    return nullptr;
+}
+
+//
+// API
+//
+
+int32_t llama_moe_state::set_slots(const int32_t * n_slots, std::string & error) {
+    for (size_t row = 0; row < rows.size(); row++) {
+        const int n = n_slots[row];
+        const std::string at = "row " + std::to_string(row) + ": ";
+        if (n < 0) {
+            error = at + std::to_string(n) + " slots were asked for";
+            return LLAMA_MOE_INVALID_ARGUMENT;
+        }
+        if (n > 0 && !rows[row]) {
+            error = at + "it has no experts, but " + std::to_string(n) + " slots were asked for";
+            return LLAMA_MOE_INVALID_ARGUMENT;
+        }
+        if (n > 0 && !rows[row]->block.hybrid()) {
+            error = at + rows[row]->block.fallback;
+            return LLAMA_MOE_UNSUPPORTED;
+        }
+        if (rows[row] && n > rows[row]->block.n_expert) {
+            error = at + std::to_string(n) + " slots were asked for, but there are only " + std::to_string(rows[row]->block.n_expert) + " experts";
+            return LLAMA_MOE_INVALID_ARGUMENT;
+        }
+    }
+    // what shrinks gives its memory first
+    int32_t status = LLAMA_MOE_OK;
+    for (bool shrink : { true, false }) {
+        for (size_t row = 0; row < rows.size(); row++) {
+            moe_layer * l = rows[row];
+            if (!l || !l->block.hybrid() || (n_slots[row] <= (int) l->slots.slots.size()) != shrink || n_slots[row] == (int) l->slots.slots.size()) {
+                continue;
+            }
+            std::string e;
+            if (residency->resize(l->block, l->slots, n_slots[row], e)) {
+                l->graphs.clear(); // they hold the old slots' addresses
+            } else {
+                error  = e;
+                status = LLAMA_MOE_NO_DEVICE_MEMORY;
+            }
+        }
+    }
+    return status;
+}
+
+void llama_moe_state::set_callback(llama_moe_router_callback cb, void * user_data) {
+    if ((cb != nullptr) != (callback != nullptr)) {
+        new_epoch(); // weights are copied only for a callback: graphs change
+        graphs.clear();
+        ctx.sched_need_reserve = true;
+    }
+    callback      = cb;
+    callback_data = user_data;
+}
+
+int64_t llama_moe_state::device_bytes() const {
+    int64_t n = (int64_t) device->device_bytes();
+    for (const auto & l : layers) {
+        n += l->slots.buf ? (int64_t) ggml_backend_buffer_get_size(l->slots.buf.get()) : 0;
+    }
+    return n;
+}
+
+int64_t llama_moe_state::n_reused() const {
+    return ctx.n_reused - n_reused_0;
+}

@@ -1,0 +1,117 @@
+#pragma once
+
+// A context's hybrid MoE layers: what ties the lanes, the moves, the router log and the graphs together. Owned by llama_context,
+// whose methods call the hooks below (see patches/).
+
+#include "moe-block.h"
+#include "moe-cold.h"
+#include "moe-device.h"
+#include "moe-graphs.h"
+#include "moe-observe.h"
+#include "moe-residency.h"
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+struct llama_context;
+struct llm_graph_context;
+
+// what build_moe_ffn knows when it has chosen the experts and their weights
+struct llama_moe_ffn {
+    ggml_tensor * cur;     // [n_embd, n_tokens]
+    ggml_tensor * ids;     // [n_used, n_tokens], strided
+    ggml_tensor * weights; // [1, n_used, n_tokens]
+    moe_tensors   tensors; // with merged gate and up in MOE_GATE
+    bool merged;
+    ggml_tensor * down_scale; // F32 [n_expert] or null
+    bool scaled;           // per-expert scale tensors of gate or up
+    bool weight_before;
+    bool precise;          // a precision override on one of the products
+    int  type_op;          // llm_ffn_op_type
+    int  il;
+};
+
+struct moe_layer {
+    struct llama_moe_state * state = nullptr;
+    moe_block           block;
+    moe_slots           slots;
+    moe_device_graphs   graphs;
+    llama_moe_perf_data perf = {};
+    bool        packed     = false; // the op gets one packed input: the router's device is not the CPU
+    bool        pinned     = false;
+    bool        lora       = false; // the graph built last has a LoRA adapter on the experts
+    bool        cropped    = false; // the model computes this block for tokens with an output only (most models' last layer)
+    std::string kernels;
+    std::string fallback_now;       // block.fallback, or the LoRA sentence
+};
+
+struct llama_moe_state {
+    llama_moe_state(llama_context & ctx, const llama_moe_params & params);
+    ~llama_moe_state();
+
+    int32_t attach(std::string & error); // llama_moe_status
+
+    // hooks of llama_context
+    void begin_decode();
+    void begin_ubatch(int n_tokens);
+    bool end_ubatch();       // false: a lane failed, `failure` says how
+    void on_synchronize();
+    void fail(const std::string & what); // from inside a decode: it ends with an error
+    void drop_graphs() { graphs.clear(); }
+
+    // hook of build_moe_ffn; null: take upstream's path
+    ggml_tensor * build(const llm_graph_context & g, const llama_moe_ffn & f);
+
+    // API
+    moe_layer * layer(int row) const { return row >= 0 && row < (int) rows.size() ? rows[row] : nullptr; }
+    int32_t set_slots(const int32_t * n_slots, std::string & error);
+    void    set_callback(llama_moe_router_callback callback, void * user_data);
+    int64_t device_bytes() const;
+    int64_t n_reused() const; // graphs found ready since attach
+
+    llama_context &  ctx;
+    llama_moe_params params;
+
+    // identifies the topology of graphs built for this state; no two states of a process share one
+    uint64_t epoch = 0;
+
+    bool discovering   = false;
+    bool in_flight     = false;
+    bool device_failed = false;
+    std::string failure;
+
+    std::vector<std::unique_ptr<moe_layer>>         layers; // in the order in which the model builds them
+    std::vector<moe_layer *>                        rows;   // null: empty row
+    std::unordered_map<const ggml_tensor *, moe_layer *> by_down;
+
+    llama_moe_router_callback callback = nullptr;
+    void * callback_data = nullptr;
+
+    moe_router_log  log;
+    moe_graph_cache graphs;
+    int64_t n_ubatches = 0;
+    int64_t n_reused_0 = 0; // the context's counter at attach
+
+    // the CPU op; one runs at a time
+    moe_barrier barrier;
+    std::unique_ptr<moe_cold_lane>   cold;
+    std::unique_ptr<moe_device_lane> device;
+    std::vector<moe_hot_pair> hot;
+    std::vector<int32_t> count_of, next_of; // per expert, scratch
+    const float * hot_sum = nullptr;
+
+    std::unique_ptr<moe_residency> residency; // last: its thread ends before the slots go
+
+private:
+    void discover(const llm_graph_context & g, const llama_moe_ffn & f);
+    bool runs_hybrid(const moe_layer & l, int n_tokens) const;
+    std::vector<bool> cropped_rows() const;
+    ggml_tensor * build_op(const llm_graph_context & g, moe_layer & l, const llama_moe_ffn & f);
+    void new_epoch();
+};
+
+// the CPU op of a hybrid layer (ggml_custom_op_t); user_data: moe_layer
+void moe_op(ggml_tensor * dst, int ith, int n_threads, void * user_data);
