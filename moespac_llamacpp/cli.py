@@ -1,0 +1,277 @@
+"""The command line. The only place that talks to the terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moespac_llamacpp import __version__, native
+from moespac_llamacpp._build import installed_version
+from moespac_llamacpp.decoder import Decoder
+from moespac_llamacpp.memory import parse_bytes, slots_for_bytes, slots_for_share
+from moespac_llamacpp.models import Context, LoadError, Model, capture_log
+from moespac_llamacpp.policies import Decayed, Policy, Static
+from moespac_llamacpp.residency import Residency, block_sizes
+from moespac_llamacpp.routing import Recorder
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+DATA = Path(__file__).parent / "data"
+TINY_MODEL = DATA / "tiny-moe-Q4_K_M.gguf"
+DEMO_PROMPTS = (
+    ("chat", 'What does "heron" mean?'),
+    ("text", "It is a truth universally acknowledged, that a"),
+    ("text", "def read_config(path):\n"),
+)
+
+ModelOption = Annotated[Path, typer.Option("--model", "-m", help="GGUF file of the target model (default: the bundled one).")]
+ShareOption = Annotated[float, typer.Option("--cache-share", help="Share of each layer's experts with a slot, 0 to 1.")]
+BudgetOption = Annotated[str | None, typer.Option("--expert-budget", help="VRAM for experts, such as 8G; instead of --cache-share.")]
+ContextOption = Annotated[int, typer.Option("--ctx", "-c", help="Context length in tokens, 0: as trained.")]
+TokensOption = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens to generate at most.")]
+ThreadsOption = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="CPU threads (default: all cores).")]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="Name of the device for slots (see doctor).")]
+PolicyOption = Annotated[str, typer.Option("--policy", help="decayed: experts follow their use; static: they stay.")]
+
+
+def fail(message: object) -> typer.Exit:
+    typer.echo(f"moespac: {message}", err=True)
+    return typer.Exit(1)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[float], None]]:
+    """A line on stderr that follows the fraction, only where somebody can see it."""
+    if not sys.stderr.isatty():
+        yield lambda fraction: None
+        return
+    shown = -1
+
+    def report(fraction: float) -> None:
+        nonlocal shown
+        if int(100 * fraction) != shown:
+            shown = int(100 * fraction)
+            typer.echo(f"\r{label} {shown:3d} %", err=True, nl=False)
+
+    yield report
+    typer.echo("\r" + " " * (len(label) + 8) + "\r", err=True, nl=False)
+
+
+def find_device(name: str | None) -> native.Device:
+    if name is None:
+        return native.default_device()
+    for device in native.devices():
+        if device.name.lower() == name.lower():
+            return device
+    raise fail(f"there is no device {name!r}; there are {', '.join(d.name for d in native.devices())}")
+
+
+def make_policy(name: str, experts: native.Experts) -> Policy:
+    if name == "decayed":
+        return Decayed(experts.n_rows, experts.n_expert)
+    if name == "static":
+        return Static()
+    raise fail(f"there is no policy {name!r}; there are decayed and static")
+
+
+@contextmanager
+def session(
+    model: Path, device_name: str | None, n_ctx: int, threads: int | None, share: float, budget: str | None, policy: str
+) -> Iterator[Decoder]:
+    """Model, context, slots and policy, as every generating command wants them."""
+    device = find_device(device_name)
+    try:
+        with progress(f"loading {model.name}") as report:
+            target = Model(model, experts_device=device, progress=report)
+        with target, Context(target, n_ctx=n_ctx, n_threads=threads, device=device) as context:
+            assert context.experts is not None
+            sizes = block_sizes(context.experts)
+            slots = slots_for_bytes(sizes, parse_bytes(budget)) if budget is not None else slots_for_share(sizes, share)
+            context.experts.set_slots(slots)
+            residency = Residency(context.experts, make_policy(policy, context.experts))
+            fill(residency)
+            warn_about(context.experts, device)
+            yield Decoder(context, residency)
+    except (LoadError, native.MoeError, ValueError, RuntimeError) as error:
+        raise fail(error) from error
+
+
+def fill(residency: Residency) -> None:
+    """The first experts of each layer, so that no slot is empty before anything is known."""
+    with progress("uploading experts") as report:
+        for i, row in enumerate(residency.n_slots):
+            for expert in range(row):
+                residency.experts.load(i, expert)
+            report(i / len(residency.n_slots))
+        residency.experts.sync()
+        residency.experts.publish()
+
+
+def warn_about(experts: native.Experts, device: native.Device) -> None:
+    total, pinned = experts.host_bytes()
+    if device.host_buffer_type and pinned < total:
+        typer.echo(
+            f"moespac: {(total - pinned) / 2**30:.1f} of {total / 2**30:.1f} GiB of experts are not page-locked: uploads run "
+            "at a fraction of the link's speed (see `ulimit -l` and the memory that is free)",
+            err=True,
+        )
+    for row in experts.rows():
+        if not row.hybrid:
+            typer.echo(f"moespac: layer {row.il} takes llama.cpp's own path: {row.fallback}", err=True)
+
+
+def stream(decoder: Decoder, prompt: list[int], max_tokens: int) -> None:
+    """Prints the text as it comes; bytes, since a character may span tokens."""
+    for token in decoder.generate(prompt, max_tokens):
+        sys.stdout.buffer.write(decoder.context.model.piece(token))
+        sys.stdout.buffer.flush()
+    typer.echo()
+
+
+def resident_map(decoder: Decoder) -> str:
+    """One line per layer, one character per expert: # resident, . cold."""
+    assert decoder.residency is not None
+    experts = decoder.residency.experts
+    lines = []
+    for row in experts.rows():
+        if row.hybrid:
+            marks = "".join("#" if s == native.RESIDENT else "." for s in experts.states(row.row))
+            lines.append(f"  layer {row.il:3d}  {marks}")
+    return "\n".join(lines)
+
+
+def summary(decoder: Decoder) -> str:
+    assert decoder.residency is not None
+    report, perf = decoder.report, decoder.residency.experts.perf_total()
+    return (
+        f"{report.n_generated} tokens at {report.tps:.1f} TPS, prompt of {report.n_prompt} in {1000 * report.prompt_seconds:.0f} ms; "
+        f"hit rate {100 * perf.hit_rate:.1f} % of {perf.n_hot_pairs + perf.n_cold_pairs} pairs; "
+        f"{perf.n_loads} uploads, {perf.n_load_bytes / 2**20:.1f} MiB"
+    )
+
+
+@app.command()
+def demo(
+    max_tokens: TokensOption = 60,
+    cache_share: ShareOption = 0.25,
+    threads: ThreadsOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Generate with the bundled tiny MoE, part of its experts resident on a device and the rest on the CPU."""
+    capture_log()
+    with session(TINY_MODEL, device, 0, threads, cache_share, None, "decayed") as decoder:
+        assert decoder.residency is not None
+        experts = decoder.residency.experts
+        where = find_device(device)
+        typer.echo(f"{decoder.context.model.describe()}: {decoder.context.model.path.name}")
+        typer.echo(
+            f"slots on {where.name} ({where.description}): {sum(r.n_slots for r in experts.rows())} of "
+            f"{sum(r.n_expert for r in experts.rows())} experts; cold kernels {experts.rows()[0].kernel}; "
+            f"{decoder.context.n_threads} threads"
+        )
+        for kind, text in DEMO_PROMPTS:
+            model = decoder.context.model
+            decoder.context.clear()
+            experts.reset_perf()
+            typer.echo(f"\n--- {text.strip()}")
+            stream(decoder, model.tokenize(model.chat_prompt(text) if kind == "chat" else text), max_tokens)
+            typer.echo(f"--- {summary(decoder)}; resident now (# of each layer's experts):")
+            typer.echo(resident_map(decoder))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue, or with --chat the user's message.")],
+    model: ModelOption = TINY_MODEL,
+    max_tokens: TokensOption = 128,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
+    cache_share: ShareOption = 0.25,
+    expert_budget: BudgetOption = None,
+    ctx: ContextOption = 0,
+    threads: ThreadsOption = None,
+    device: DeviceOption = None,
+    policy: PolicyOption = "decayed",
+) -> None:
+    """Continue a prompt greedily."""
+    capture_log()
+    with session(model, device, ctx, threads, cache_share, expert_budget, policy) as decoder:
+        target = decoder.context.model
+        stream(decoder, target.tokenize(target.chat_prompt(prompt) if chat else prompt), max_tokens)
+        typer.echo(summary(decoder), err=True)
+
+
+@app.command()
+def trace(
+    out: Annotated[Path, typer.Argument(help="The .npz file to write.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    model: ModelOption = TINY_MODEL,
+    max_tokens: TokensOption = 128,
+    ctx: ContextOption = 0,
+    threads: ThreadsOption = None,
+) -> None:
+    """Record which experts the routers choose while a prompt is continued."""
+    capture_log()
+    if not out.parent.is_dir():
+        raise fail(f"{out.parent}: there is no such folder")
+    with session(model, None, ctx, threads, 0.0, None, "static") as decoder:
+        assert decoder.context.experts is not None
+        recorder = Recorder(decoder.context.experts)
+        tokens = decoder.context.model.tokenize(prompt)
+        n_past = decoder.context.n_past
+        for _ in decoder.generate(tokens, max_tokens):
+            # what was decoded since the last token came: the prompt, or the token before
+            new = (tokens + decoder.report.tokens)[n_past : decoder.context.n_past]
+            recorder.decoded(new, is_decode=n_past > 0)
+            n_past = decoder.context.n_past
+        rest = (tokens + decoder.report.tokens)[n_past : decoder.context.n_past]
+        recorder.decoded(rest, is_decode=True)
+        result = recorder.trace()
+        recorder.close()
+    try:
+        result.save(out)
+    except OSError as error:
+        raise fail(f"{out}: {error.strerror}") from error
+    typer.echo(f"{out}: {len(result.token)} tokens, {len(result.rows)} layers, {result.n_expert} experts")
+
+
+@app.command()
+def doctor(model: Annotated[Path | None, typer.Option("--model", "-m", help="Also look at this GGUF file.")] = None) -> None:
+    """Versions, devices, kernels; with a model, which of its layers run hybrid."""
+    capture_log()
+    typer.echo(f"moespac_llamacpp {__version__}, llama-cpp-python {installed_version() or 'built by hand'} (patched)")
+    typer.echo(f"cold kernels: {native.kernel_isa()} (other weight types through ggml's own)")
+    for device in native.devices():
+        free, total = device.memory
+        locked = "page-locked host memory" if device.host_buffer_type else "no page-locked host memory"
+        typer.echo(f"device {device.name} ({device.kind}): {device.description}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, {locked}")
+    typer.echo(f"slots go to {native.default_device().name} unless --device says otherwise")
+    if model is None:
+        return
+    try:
+        start = time.perf_counter()
+        with Model(model) as target, Context(target, n_ctx=512) as context:
+            assert context.experts is not None
+            total, pinned = context.experts.host_bytes()
+            typer.echo(
+                f"{model.name}: {target.describe()}, loaded in {time.perf_counter() - start:.1f} s; experts "
+                f"{total / 2**30:.2f} GiB in host memory, {pinned / 2**30:.2f} GiB of it page-locked"
+            )
+            for row in context.experts.rows():
+                how = f"hybrid, kernels {row.kernel}" if row.hybrid else f"llama.cpp's own path: {row.fallback}"
+                typer.echo(f"  layer {row.il}: {row.n_expert} experts of {row.expert_bytes / 2**20:.2f} MiB, {row.n_expert_used} used; {how}")
+    except (LoadError, native.MoeError) as error:
+        raise fail(error) from error
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""GGUF models and contexts for hybrid MoE execution: experts in host memory, the rest on the device.
+
+The classes own llama.cpp's objects and free them in the right order. Errors are LoadError with one sentence: which file, what
+is wrong, and llama.cpp's own reason from its log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+
+from moespac_llamacpp import native
+
+#: The tensors of routed experts and their biases, as upstream's --cpu-moe names them.
+EXPERT_TENSORS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps\."
+
+LOAD_AUTO, LOAD_NONE = -1, 0  # enum llama_load_mode
+_LOG_ERROR, _LOG_CONT = 4, 5  # enum ggml_log_level
+
+_log: deque[tuple[int, str]] = deque(maxlen=400)
+
+
+@llama_cpp.llama_log_callback
+def _keep_log(level: int, text: bytes, _: object) -> None:
+    _log.append((level, text.decode("utf-8", "replace").rstrip()))
+
+
+def capture_log() -> None:
+    """Keeps llama.cpp's log for error messages instead of printing it."""
+    llama_cpp.llama_log_set(_keep_log, ctypes.c_void_p(0))
+
+
+def log_lines(pattern: str) -> list[str]:
+    """Lines of the kept log that contain the text."""
+    return [text for _, text in _log if pattern in text]
+
+
+def _reason() -> str:
+    errors = [text for level, text in _log if level == _LOG_ERROR and text]
+    return errors[0] if errors else "llama.cpp gave no reason"
+
+
+class LoadError(RuntimeError):
+    """A model or context could not be made; the text is the sentence for the user."""
+
+
+class _BuftOverride(ctypes.Structure):
+    _fields_ = (("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p))
+
+
+class Model:
+    """A GGUF file, loaded. `pointer` is the llama_model."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        experts_device: native.Device | None = None,
+        n_gpu_layers: int = -1,
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """Loads `path` with its experts in host memory, page-locked for `experts_device` if that has such memory.
+
+        n_gpu_layers: layers whose other tensors go to the GPU, -1 for all (meaningless without one).
+        progress: called with 0 … 1 while tensors are read.
+        LoadError: the file is missing, unreadable, damaged, or of an unknown architecture.
+        """
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise LoadError(f"{self.path}: there is no such file")
+        with self.path.open("rb") as file:
+            magic = file.read(4)
+        if magic != b"GGUF":
+            raise LoadError(f"{self.path}: not a GGUF file (it starts with {magic!r})")
+        device = experts_device or native.default_device()
+        # Plain memory: a repacked expert can neither be uploaded slice by slice nor read by vec_dot. With mmap the loader would
+        # silently replace page-locked memory by the mapping.
+        host = device.host_buffer_type
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        params.use_extra_bufts = False
+        params.load_mode = LOAD_NONE if host else LOAD_AUTO
+        buft = host or native.cpu_device().buffer_type
+        overrides = (_BuftOverride * 2)(_BuftOverride(EXPERT_TENSORS.encode(), buft), _BuftOverride(None, None))
+        params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+
+        @llama_cpp.llama_progress_callback
+        def report(fraction: float, _: object) -> bool:
+            if progress:
+                progress(fraction)
+            return True
+
+        params.progress_callback = report
+        _log.clear()
+        self.pointer: Any = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
+        if not self.pointer:
+            raise LoadError(f"{self.path}: cannot be loaded: {_reason()}")
+        self.vocab: Any = llama_cpp.llama_model_get_vocab(self.pointer)
+        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self.vocab))
+        self.n_layer = int(llama_cpp.llama_model_n_layer(self.pointer))
+        self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(self.pointer))
+
+    def close(self) -> None:
+        if self.pointer:
+            llama_cpp.llama_model_free(self.pointer)
+            self.pointer = None
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def describe(self) -> str:
+        text = ctypes.create_string_buffer(256)
+        llama_cpp.llama_model_desc(self.pointer, text, len(text))
+        return text.value.decode("utf-8", "replace")
+
+    def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of the text, with the model's BOS if it wants one; `special`: special tokens in it are recognised."""
+        raw = text.encode()
+        tokens = (llama_cpp.llama_token * (len(raw) + 2))()
+        n = llama_cpp.llama_tokenize(self.vocab, raw, len(raw), tokens, len(tokens), True, special)
+        if n < 0:
+            raise ValueError(f"{self.path}: the text needs {-n} tokens, more than its {len(raw)} bytes")
+        return list(tokens[:n])
+
+    def piece(self, token: int) -> bytes:
+        """The token's bytes, b"" for control tokens."""
+        buffer = ctypes.create_string_buffer(64)
+        n = llama_cpp.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, False)
+        if n < 0:
+            buffer = ctypes.create_string_buffer(-n)
+            n = llama_cpp.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, False)
+        return buffer.raw[:n]
+
+    def ends(self, token: int) -> bool:
+        """Does the token end the text or the turn?"""
+        return bool(llama_cpp.llama_vocab_is_eog(self.vocab, token))
+
+    def chat_prompt(self, user: str) -> str:
+        """The user's message in the model's chat template; the bare message if the file has none."""
+        raw = llama_cpp.llama_model_chat_template(self.pointer, None)
+        if not raw:
+            return user
+        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+        formatter = Jinja2ChatFormatter(template=raw.decode(), eos_token="", bos_token="")
+        return str(formatter(messages=[{"role": "user", "content": user}]).prompt)
+
+
+class Context:
+    """A context of a model, with per-expert residency attached unless `attach` is False. Single sequence."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int = 0,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        n_threads: int | None = None,
+        device: native.Device | None = None,
+        attach: bool = True,
+        perf: bool = False,
+    ) -> None:
+        """n_ctx: 0 for the trained length. n_threads: for single tokens and batches alike, None for the cores there are.
+
+        LoadError: no memory, or the model has no MoE layers (with `attach`)."""
+        self.model = model
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = n_batch
+        params.n_ubatch = n_ubatch
+        params.no_perf = True
+        threads = n_threads or len(os.sched_getaffinity(0))
+        params.n_threads = params.n_threads_batch = threads
+        self.n_threads = threads
+        _log.clear()
+        self.pointer: Any = llama_cpp.llama_init_from_model(model.pointer, params)
+        if not self.pointer:
+            raise LoadError(f"{model.path}: no context of {n_ctx or model.n_ctx_train} tokens: {_reason()}")
+        self.n_ctx = int(llama_cpp.llama_n_ctx(self.pointer))
+        self.n_batch = int(llama_cpp.llama_n_batch(self.pointer))
+        self._batch: Any = llama_cpp.llama_batch_init(self.n_batch, 0, 1)
+        self._memory: Any = llama_cpp.llama_get_memory(self.pointer)
+        self.experts: native.Experts | None = None
+        self.n_past = 0
+        if attach:
+            try:
+                self.experts = native.Experts(self.pointer, device, perf=perf)
+            except native.MoeError as error:
+                self.close()
+                raise LoadError(f"{model.path}: {error}") from error
+
+    def close(self) -> None:
+        if self.pointer:
+            if self.experts:
+                self.experts.detach()
+                self.experts = None
+            llama_cpp.llama_batch_free(self._batch)
+            llama_cpp.llama_free(self.pointer)
+            self.pointer = None
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def decode(self, tokens: Sequence[int], *, all_logits: bool = False) -> NDArray[np.float32]:
+        """Appends tokens (at most n_batch) and returns logits: float32 [n_tokens, n_vocab], or [1, n_vocab] of the last.
+
+        A view of llama.cpp's memory, valid until the next decode. RuntimeError when the decode fails."""
+        n = len(tokens)
+        if n == 0 or n > self.n_batch:
+            raise ValueError(f"a batch has 1 to {self.n_batch} tokens, not {n}")
+        if self.n_past + n > self.n_ctx:
+            raise ValueError(f"the context of {self.n_ctx} tokens is full: {self.n_past} used, {n} more wanted")
+        batch = self._batch
+        batch.n_tokens = n
+        for i, token in enumerate(tokens):
+            batch.token[i] = token
+            batch.pos[i] = self.n_past + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = 0
+            batch.logits[i] = all_logits or i == n - 1
+        _log.clear()
+        code = llama_cpp.llama_decode(self.pointer, batch)
+        if code != 0:
+            llama_cpp.llama_synchronize(self.pointer)
+            raise RuntimeError(f"decoding {n} tokens failed with code {code}: {_reason()}")
+        self.n_past += n
+        logits = llama_cpp.llama_get_logits(self.pointer)
+        return np.ctypeslib.as_array(logits, shape=(n if all_logits else 1, self.model.n_vocab))
+
+    def rollback(self, n_past: int) -> bool:
+        """Forgets the tokens from position n_past on; False if this model's memory cannot."""
+        if not llama_cpp.llama_memory_seq_rm(self._memory, 0, n_past, -1):
+            return False
+        self.n_past = n_past
+        return True
+
+    def clear(self) -> None:
+        llama_cpp.llama_memory_clear(self._memory, True)
+        self.n_past = 0

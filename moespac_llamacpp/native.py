@@ -1,0 +1,434 @@
+"""The seam to llama.cpp: ctypes over llama-moe.h (patches/overlay) and the few ggml calls that it needs.
+
+Everything that includes llama.cpp's memory or pointers stays in this file; the classes above it see Python values and numpy
+arrays. ggml's functions are taken from the handle of llama_cpp's own libllama: loading libggml by its file name would map a
+second copy with a registry of its own (llama_cpp/lib holds copies, not links).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+
+_lib = llama_cpp.llama_cpp._lib
+
+COLD, UPLOADING, RESIDENT = 0, 1, 2  # enum llama_moe_expert_state
+
+# enum llama_moe_status
+STATUS = {
+    0: "OK",
+    -1: "INVALID_ARGUMENT",
+    -2: "NOT_ATTACHED",
+    -3: "ALREADY_ATTACHED",
+    -4: "NO_MOE_LAYERS",
+    -5: "NO_DEVICE",
+    -6: "NO_DEVICE_MEMORY",
+    -7: "OUT_OF_RANGE",
+    -8: "UNSUPPORTED",
+    -9: "ALREADY_RESIDENT",
+    -10: "NO_FREE_SLOT",
+    -11: "NOT_RESIDENT",
+    -12: "IN_FLIGHT",
+    -13: "FAILED",
+}
+
+
+class MoeError(RuntimeError):
+    """An error of the native layer: `status` is its name in enum llama_moe_status, the text its sentence."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = STATUS.get(status, str(status))
+
+
+class _Params(ctypes.Structure):
+    _fields_ = (
+        ("device", ctypes.c_void_p),
+        ("max_batch_tokens", ctypes.c_int32),
+        ("own_kernels", ctypes.c_bool),
+        ("cache_graphs", ctypes.c_bool),
+        ("perf", ctypes.c_bool),
+    )
+
+
+class _RowInfo(ctypes.Structure):
+    _fields_ = (
+        ("il", ctypes.c_int32),
+        ("n_expert", ctypes.c_int32),
+        ("n_expert_used", ctypes.c_int32),
+        ("n_slots", ctypes.c_int32),
+        ("expert_bytes", ctypes.c_int64),
+        ("hybrid", ctypes.c_bool),
+        ("pinned", ctypes.c_bool),
+        ("fallback", ctypes.c_char_p),
+        ("kernel", ctypes.c_char_p),
+    )
+
+
+class _PerfData(ctypes.Structure):
+    _fields_ = (
+        ("n_calls", ctypes.c_int64),
+        ("n_tokens", ctypes.c_int64),
+        ("n_hot_pairs", ctypes.c_int64),
+        ("n_cold_pairs", ctypes.c_int64),
+        ("n_hot_experts", ctypes.c_int64),
+        ("n_cold_experts", ctypes.c_int64),
+        ("n_loads", ctypes.c_int64),
+        ("n_load_bytes", ctypes.c_int64),
+        ("us_plan", ctypes.c_double),
+        ("us_launch", ctypes.c_double),
+        ("us_cold", ctypes.c_double),
+        ("us_wait", ctypes.c_double),
+        ("us_total", ctypes.c_double),
+    )
+
+
+_ROUTER_CALLBACK = ctypes.CFUNCTYPE(
+    None,
+    ctypes.c_void_p,
+    ctypes.c_int32,
+    ctypes.c_int32,
+    ctypes.c_int32,
+    ctypes.POINTER(ctypes.c_int32),
+    ctypes.POINTER(ctypes.c_float),
+)
+
+_void_p, _int32, _int64, _size_t, _char_p = (
+    ctypes.c_void_p,
+    ctypes.c_int32,
+    ctypes.c_int64,
+    ctypes.c_size_t,
+    ctypes.c_char_p,
+)
+
+# name: (result, arguments)
+_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    "llama_moe_default_params": (_Params, []),
+    "llama_moe_attach": (_int32, [_void_p, _Params]),
+    "llama_moe_detach": (_int32, [_void_p]),
+    "llama_moe_error": (_char_p, []),
+    "llama_moe_n_rows": (_int32, [_void_p]),
+    "llama_moe_n_expert": (_int32, [_void_p]),
+    "llama_moe_row": (_int32, [_void_p, _int32, ctypes.POINTER(_RowInfo)]),
+    "llama_moe_set_slots": (_int32, [_void_p, ctypes.POINTER(_int32)]),
+    "llama_moe_device_bytes": (_int64, [_void_p]),
+    "llama_moe_load": (_int32, [_void_p, _int32, _int32]),
+    "llama_moe_evict": (_int32, [_void_p, _int32, _int32]),
+    "llama_moe_publish": (_int32, [_void_p]),
+    "llama_moe_sync": (_int32, [_void_p]),
+    "llama_moe_residency": (_int32, [_void_p, _int32, ctypes.POINTER(ctypes.c_uint8)]),
+    "llama_moe_counts": (ctypes.POINTER(_int32), [_void_p]),
+    "llama_moe_set_router_callback": (_int32, [_void_p, _ROUTER_CALLBACK, _void_p]),
+    "llama_moe_perf": (_int32, [_void_p, _int32, ctypes.POINTER(_PerfData)]),
+    "llama_moe_perf_reset": (_int32, [_void_p, ctypes.c_bool]),
+    "llama_moe_graph_stats": (None, [_void_p, ctypes.POINTER(_int64), ctypes.POINTER(_int64)]),
+    "llama_moe_host_bytes": (None, [_void_p, ctypes.POINTER(_int64), ctypes.POINTER(_int64)]),
+    "llama_moe_kernel_isa": (_char_p, []),
+    "llama_moe_set_kernel_limit": (_int32, [_int32]),
+    "ggml_backend_load_all": (None, []),
+    "ggml_backend_dev_count": (_size_t, []),
+    "ggml_backend_dev_get": (_void_p, [_size_t]),
+    "ggml_backend_dev_name": (_char_p, [_void_p]),
+    "ggml_backend_dev_description": (_char_p, [_void_p]),
+    "ggml_backend_dev_type": (ctypes.c_int, [_void_p]),
+    "ggml_backend_dev_memory": (None, [_void_p, ctypes.POINTER(_size_t), ctypes.POINTER(_size_t)]),
+    "ggml_backend_dev_buffer_type": (_void_p, [_void_p]),
+    "ggml_backend_dev_host_buffer_type": (_void_p, [_void_p]),
+    "ggml_backend_buft_name": (_char_p, [_void_p]),
+}
+
+
+def _bind(name: str) -> Any:
+    function = getattr(_lib, name)
+    function.restype, function.argtypes = _PROTOTYPES[name]
+    return function
+
+
+_f = {name: _bind(name) for name in _PROTOTYPES}
+
+
+def _check(status: int) -> int:
+    if status < 0:
+        raise MoeError(status, _f["llama_moe_error"]().decode())
+    return status
+
+
+# ----------------------------------------------------------------------------------------------------------------------------
+# devices
+
+
+@dataclass(frozen=True)
+class Device:
+    """A ggml device. `pointer` is its ggml_backend_dev_t; `kind` one of cpu, gpu, igpu, accel."""
+
+    pointer: int
+    name: str
+    description: str
+    kind: str
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes."""
+        free, total = _size_t(), _size_t()
+        _f["ggml_backend_dev_memory"](self.pointer, ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+    @property
+    def host_buffer_type(self) -> int | None:
+        """Buffer type of page-locked host memory for this device, None if it has none."""
+        return _f["ggml_backend_dev_host_buffer_type"](self.pointer) or None
+
+    @property
+    def buffer_type(self) -> int:
+        return int(_f["ggml_backend_dev_buffer_type"](self.pointer))
+
+
+_KINDS = {0: "cpu", 1: "gpu", 2: "igpu", 3: "accel"}  # enum ggml_backend_dev_type
+
+
+def device_at(pointer: int) -> Device:
+    """The device behind a ggml_backend_dev_t, registered with ggml or not."""
+    return Device(
+        pointer=pointer,
+        name=_f["ggml_backend_dev_name"](pointer).decode(),
+        description=_f["ggml_backend_dev_description"](pointer).decode(),
+        kind=_KINDS.get(_f["ggml_backend_dev_type"](pointer), "other"),
+    )
+
+
+def devices() -> list[Device]:
+    """All devices that ggml has registered, in its order."""
+    llama_cpp.llama_backend_init()
+    return [device_at(_f["ggml_backend_dev_get"](i)) for i in range(_f["ggml_backend_dev_count"]())]
+
+
+def default_device() -> Device:
+    """Where slots live unless told otherwise: the first GPU, else a second instance of the CPU backend."""
+    found = devices()
+    for kind in ("gpu", "igpu", "cpu"):
+        for device in found:
+            if device.kind == kind:
+                return device
+    raise MoeError(-5, "ggml has no device")
+
+
+def cpu_device() -> Device:
+    return next(d for d in devices() if d.kind == "cpu")
+
+
+def kernel_isa() -> str:
+    """The instruction set of our cold kernels on this machine: avx512-vnni, avx2 or none."""
+    return str(_f["llama_moe_kernel_isa"]().decode())
+
+
+def set_kernel_limit(level: int) -> int:
+    """Caps it for contexts attached from now on: 0 none, 1 avx2, 2 avx512-vnni; returns the level in force."""
+    return int(_f["llama_moe_set_kernel_limit"](level))
+
+
+# ----------------------------------------------------------------------------------------------------------------------------
+# residency
+
+
+@dataclass(frozen=True)
+class Row:
+    """One MoE block (llama_moe_row_info): rows below n_layer are layers, later ones second blocks of a layer.
+
+    `fallback` says why the block takes llama.cpp's own path, "" if it runs hybrid."""
+
+    row: int
+    il: int
+    n_expert: int
+    n_expert_used: int
+    n_slots: int
+    expert_bytes: int
+    hybrid: bool
+    pinned: bool
+    fallback: str
+    kernel: str
+
+
+@dataclass(frozen=True)
+class Perf:
+    """Sums since the last reset (llama_moe_perf_data). Times in µs, 0 unless they are taken."""
+
+    n_calls: int = 0
+    n_tokens: int = 0
+    n_hot_pairs: int = 0
+    n_cold_pairs: int = 0
+    n_hot_experts: int = 0
+    n_cold_experts: int = 0
+    n_loads: int = 0
+    n_load_bytes: int = 0
+    us_plan: float = 0.0
+    us_launch: float = 0.0
+    us_cold: float = 0.0
+    us_wait: float = 0.0
+    us_total: float = 0.0
+
+    def __add__(self, other: Perf) -> Perf:
+        return Perf(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the (token, expert) pairs that were computed on the device, 0 … 1."""
+        return self.n_hot_pairs / max(1, self.n_hot_pairs + self.n_cold_pairs)
+
+
+RouterCallback = Callable[[int, NDArray[np.int32], NDArray[np.float32]], None]
+
+
+class Experts:
+    """Per-expert residency of one llama_context, attached on construction.
+
+    ctx: the llama_context pointer of llama_cpp. It belongs to one thread at a time; between a decode and its
+    synchronisation (reading logits synchronises) evict, publish and set_slots raise MoeError IN_FLIGHT.
+    """
+
+    def __init__(
+        self,
+        ctx: Any,
+        device: Device | None = None,
+        *,
+        max_batch_tokens: int = 32,
+        own_kernels: bool = True,
+        cache_graphs: bool = True,
+        perf: bool = False,
+    ) -> None:
+        params = _f["llama_moe_default_params"]()
+        params.device = device.pointer if device else None
+        params.max_batch_tokens = max_batch_tokens
+        params.own_kernels = own_kernels
+        params.cache_graphs = cache_graphs
+        params.perf = perf
+        self._ctx = ctypes.cast(ctx, _void_p)
+        self._callback: Any = None
+        self._callback_error: BaseException | None = None
+        _check(_f["llama_moe_attach"](self._ctx, params))
+        self.n_rows = int(_f["llama_moe_n_rows"](self._ctx))
+        self.n_expert = int(_f["llama_moe_n_expert"](self._ctx))
+
+    def detach(self) -> None:
+        """Frees the slots; the context is plain llama.cpp again. A no-op when detached. Call it before the context is freed."""
+        _check(_f["llama_moe_detach"](self._ctx))
+
+    def row(self, row: int) -> Row:
+        info = _RowInfo()
+        _check(_f["llama_moe_row"](self._ctx, row, ctypes.byref(info)))
+        return Row(
+            row=row,
+            il=info.il,
+            n_expert=info.n_expert,
+            n_expert_used=info.n_expert_used,
+            n_slots=info.n_slots,
+            expert_bytes=info.expert_bytes,
+            hybrid=info.hybrid,
+            pinned=info.pinned,
+            fallback=(info.fallback or b"").decode(),
+            kernel=(info.kernel or b"").decode(),
+        )
+
+    def rows(self) -> list[Row]:
+        """All rows that have experts."""
+        return [r for r in map(self.row, range(self.n_rows)) if r.il >= 0 or r.n_expert > 0]
+
+    def set_slots(self, n_slots: Sequence[int] | NDArray[Any]) -> None:
+        """n_slots[n_rows]: slots of each row; 0 for rows without experts and for those on llama.cpp's path.
+
+        Residents in slots that remain stay. MoeError NO_DEVICE_MEMORY: the rows that fitted have their slots."""
+        wanted = np.ascontiguousarray(n_slots, dtype=np.int32)
+        if wanted.shape != (self.n_rows,):
+            raise ValueError(f"n_slots has shape {wanted.shape}, it must be ({self.n_rows},)")
+        _check(_f["llama_moe_set_slots"](self._ctx, wanted.ctypes.data_as(ctypes.POINTER(_int32))))
+
+    def device_bytes(self) -> int:
+        """Bytes that slots and lane buffers take on the device."""
+        return int(_f["llama_moe_device_bytes"](self._ctx))
+
+    def host_bytes(self) -> tuple[int, int]:
+        """(bytes of all experts in host memory, bytes of these that are page-locked)."""
+        total, pinned = _int64(), _int64()
+        _f["llama_moe_host_bytes"](self._ctx, ctypes.byref(total), ctypes.byref(pinned))
+        return total.value, pinned.value
+
+    def load(self, row: int, expert: int) -> None:
+        """Starts the upload of an expert into a free slot; it counts as resident after a publish that follows its landing."""
+        _check(_f["llama_moe_load"](self._ctx, row, expert))
+
+    def evict(self, row: int, expert: int) -> None:
+        """Drops a resident, or withdraws an upload."""
+        _check(_f["llama_moe_evict"](self._ctx, row, expert))
+
+    def publish(self) -> int:
+        """Makes the uploads that have landed visible; returns how many. Never waits."""
+        return _check(_f["llama_moe_publish"](self._ctx))
+
+    def sync(self) -> None:
+        """Waits until all started uploads have landed."""
+        _check(_f["llama_moe_sync"](self._ctx))
+
+    def states(self, row: int) -> NDArray[np.uint8]:
+        """COLD, UPLOADING or RESIDENT for each expert of the row, uint8 [n_expert of the row]."""
+        states = np.zeros(self.n_expert, np.uint8)
+        _check(_f["llama_moe_residency"](self._ctx, row, states.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))))
+        return states[: self.row(row).n_expert]
+
+    def counts(self) -> NDArray[np.int32]:
+        """How many tokens of the last decode chose each expert, int32 [n_rows, n_expert], summed over its ubatches.
+
+        A view of native memory: its numbers change with the next decode. Waits for a decode in flight."""
+        pointer = _f["llama_moe_counts"](self._ctx)
+        if not pointer:
+            raise MoeError(-2, _f["llama_moe_error"]().decode())
+        return np.ctypeslib.as_array(pointer, shape=(self.n_rows, self.n_expert))
+
+    def set_router_callback(self, callback: RouterCallback | None) -> None:
+        """callback(row, ids, weights) for every row and ubatch once a decode is synchronised, in the caller's thread.
+
+        ids int32, weights float32, both [n_tokens, n_expert_used] and valid during the call only. None ends it. What the
+        callback raises is kept and raised by `raise_callback_error`: it cannot pass through C."""
+        if callback is None:
+            _check(_f["llama_moe_set_router_callback"](self._ctx, _ROUTER_CALLBACK(), None))
+            self._callback = None
+            return
+
+        def forward(_: Any, row: int, n_tokens: int, n_used: int, ids: Any, weights: Any) -> None:
+            try:
+                shape = (n_tokens, n_used)
+                callback(row, np.ctypeslib.as_array(ids, shape=shape), np.ctypeslib.as_array(weights, shape=shape))
+            except BaseException as error:  # noqa: BLE001
+                self._callback_error = error
+
+        native = _ROUTER_CALLBACK(forward)
+        _check(_f["llama_moe_set_router_callback"](self._ctx, native, None))
+        self._callback = native
+
+    def raise_callback_error(self) -> None:
+        error, self._callback_error = self._callback_error, None
+        if error is not None:
+            raise error
+
+    def perf(self, row: int) -> Perf:
+        data = _PerfData()
+        _check(_f["llama_moe_perf"](self._ctx, row, ctypes.byref(data)))
+        return Perf(*(getattr(data, name) for name, _ in _PerfData._fields_))
+
+    def perf_total(self) -> Perf:
+        """Sum over the rows."""
+        return sum((self.perf(r.row) for r in self.rows()), Perf())
+
+    def reset_perf(self, times: bool = False) -> None:
+        """Counters to zero; `times`: take times from now on."""
+        _check(_f["llama_moe_perf_reset"](self._ctx, times))
+
+    def graph_stats(self) -> tuple[int, int]:
+        """(decodes that found their graph ready, decodes that built one) since attach."""
+        reused, built = _int64(), _int64()
+        _f["llama_moe_graph_stats"](self._ctx, ctypes.byref(reused), ctypes.byref(built))
+        return reused.value, built.value
