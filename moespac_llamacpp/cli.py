@@ -30,9 +30,13 @@ DEMO_PROMPTS = (
     ("text", "def read_config(path):\n"),
 )
 
-ModelOption = Annotated[Path, typer.Option("--model", "-m", help="GGUF file of the target model (default: the bundled one).")]
+ModelOption = Annotated[
+    Path, typer.Option("--model", "-m", help="GGUF file of the target model (default: the bundled one).")
+]
 ShareOption = Annotated[float, typer.Option("--cache-share", help="Share of each layer's experts with a slot, 0 to 1.")]
-BudgetOption = Annotated[str | None, typer.Option("--expert-budget", help="VRAM for experts, such as 8G; instead of --cache-share.")]
+BudgetOption = Annotated[
+    str | None, typer.Option("--expert-budget", help="VRAM for experts, such as 8G; instead of --cache-share.")
+]
 ContextOption = Annotated[int, typer.Option("--ctx", "-c", help="Context length in tokens, 0: as trained.")]
 TokensOption = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens to generate at most.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="CPU threads (default: all cores).")]
@@ -150,7 +154,8 @@ def summary(decoder: Decoder) -> str:
     assert decoder.residency is not None
     report, perf = decoder.report, decoder.residency.experts.perf_total()
     return (
-        f"{report.n_generated} tokens at {report.tps:.1f} TPS, prompt of {report.n_prompt} in {1000 * report.prompt_seconds:.0f} ms; "
+        f"{report.n_generated} tokens at {report.tps:.1f} TPS, "
+        f"prompt of {report.n_prompt} in {1000 * report.prompt_seconds:.0f} ms; "
         f"hit rate {100 * perf.hit_rate:.1f} % of {perf.n_hot_pairs + perf.n_cold_pairs} pairs; "
         f"{perf.n_loads} uploads, {perf.n_load_bytes / 2**20:.1f} MiB"
     )
@@ -241,7 +246,9 @@ def trace(
 
 
 @app.command()
-def doctor(model: Annotated[Path | None, typer.Option("--model", "-m", help="Also look at this GGUF file.")] = None) -> None:
+def doctor(
+    model: Annotated[Path | None, typer.Option("--model", "-m", help="Also look at this GGUF file.")] = None,
+) -> None:
     """Versions, devices, kernels; with a model, which of its layers run hybrid."""
     capture_log()
     typer.echo(f"moespac_llamacpp {__version__}, llama-cpp-python {installed_version() or 'built by hand'} (patched)")
@@ -249,7 +256,10 @@ def doctor(model: Annotated[Path | None, typer.Option("--model", "-m", help="Als
     for device in native.devices():
         free, total = device.memory
         locked = "page-locked host memory" if device.host_buffer_type else "no page-locked host memory"
-        typer.echo(f"device {device.name} ({device.kind}): {device.description}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, {locked}")
+        typer.echo(
+            f"device {device.name} ({device.kind}): {device.description}, "
+            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free, {locked}"
+        )
     typer.echo(f"slots go to {native.default_device().name} unless --device says otherwise")
     if model is None:
         return
@@ -264,7 +274,10 @@ def doctor(model: Annotated[Path | None, typer.Option("--model", "-m", help="Als
             )
             for row in context.experts.rows():
                 how = f"hybrid, kernels {row.kernel}" if row.hybrid else f"llama.cpp's own path: {row.fallback}"
-                typer.echo(f"  layer {row.il}: {row.n_expert} experts of {row.expert_bytes / 2**20:.2f} MiB, {row.n_expert_used} used; {how}")
+                typer.echo(
+                    f"  layer {row.il}: {row.n_expert} experts of {row.expert_bytes / 2**20:.2f} MiB, "
+                    f"{row.n_expert_used} used; {how}"
+                )
     except (LoadError, native.MoeError) as error:
         raise fail(error) from error
 

@@ -51,7 +51,7 @@ def slots_for_bytes(blocks: Sequence[BlockSize], budget: int) -> list[int]:
 
 
 def parse_bytes(text: str) -> int:
-    """"8G", "512M", "1.5G" or plain bytes; units are powers of 1024. ValueError with the sentence for the user."""
+    """ "8G", "512M", "1.5G" or plain bytes; units are powers of 1024. ValueError with the sentence for the user."""
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     number, unit = (text[:-1], text[-1].upper()) if text and text[-1].upper() in units else (text, "")
     try:

@@ -29,7 +29,7 @@ _LOG_ERROR, _LOG_CONT = 4, 5  # enum ggml_log_level
 _log: deque[tuple[int, str]] = deque(maxlen=400)
 
 
-@llama_cpp.llama_log_callback
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _keep_log(level: int, text: bytes, _: object) -> None:
     _log.append((level, text.decode("utf-8", "replace").rstrip()))
 
@@ -93,7 +93,7 @@ class Model:
         overrides = (_BuftOverride * 2)(_BuftOverride(EXPERT_TENSORS.encode(), buft), _BuftOverride(None, None))
         params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
 
-        @llama_cpp.llama_progress_callback
+        @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
         def report(fraction: float, _: object) -> bool:
             if progress:
                 progress(fraction)

@@ -402,7 +402,7 @@ class Experts:
             try:
                 shape = (n_tokens, n_used)
                 callback(row, np.ctypeslib.as_array(ids, shape=shape), np.ctypeslib.as_array(weights, shape=shape))
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:
                 self._callback_error = error
 
         native = _ROUTER_CALLBACK(forward)

@@ -12,9 +12,9 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
+
 from families import FAMILIES, Family
 from lowlevel import LOAD_NONE, Capture, Context, GgmlTensor, Model, decode, load_model, make_context
-
 from moespac_llamacpp import native
 from moespac_llamacpp.models import EXPERT_TENSORS
 
@@ -95,7 +95,9 @@ class Pair:
             logits.append(decode(ctx, tokens))
             outputs.append(first_block(ctx.capture))
         perf = self.experts.perf_total()
-        return Difference(relative(outputs[1], outputs[0]), relative(logits[1], logits[0]), perf.n_hot_pairs, perf.n_cold_pairs)
+        return Difference(
+            relative(outputs[1], outputs[0]), relative(logits[1], logits[0]), perf.n_hot_pairs, perf.n_cold_pairs
+        )
 
     def upstream_noise(self, tokens: Sequence[int]) -> float:
         """How much the plain context's own logits depend on the batch size: as one batch, in halves, and one by one."""
@@ -120,16 +122,16 @@ def pair(path: Path, family: str | Family, device: native.Device | None = None, 
     """Plain and attached context of one model file; options go to native.Experts."""
     family = FAMILIES[family] if isinstance(family, str) else family
     device = device or test_device()
-    with load_with_host_experts(path, device) as model:
-        with (
-            make_context(model, cb=Capture(*MOE_OUT)) as plain,
-            make_context(model, cb=Capture(*MOE_OUT)) as hybrid,
-        ):
-            experts = native.Experts(hybrid.ptr, device, **options)
-            try:
-                yield Pair(plain, hybrid, experts, family)
-            finally:
-                experts.detach()
+    with (
+        load_with_host_experts(path, device) as model,
+        make_context(model, cb=Capture(*MOE_OUT)) as plain,
+        make_context(model, cb=Capture(*MOE_OUT)) as hybrid,
+    ):
+        experts = native.Experts(hybrid.ptr, device, **options)
+        try:
+            yield Pair(plain, hybrid, experts, family)
+        finally:
+            experts.detach()
 
 
 class WeightsOf:
@@ -145,7 +147,7 @@ class WeightsOf:
         if ask and t.name.decode() == self.name and t.src[0]:
             weights = GgmlTensor.from_address(t.src[0])
             self.data, self.expert_bytes = weights.data, weights.nb[2]
-        return False if ask else True
+        return not ask
 
     def read(self, expert: int) -> bytes:
         return ctypes.string_at(self.data + expert * self.expert_bytes, self.expert_bytes)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from families import FAMILIES, cached_model
 from lowlevel import Capture, load_model, make_context
-from parity import MOE_OUT, Pair, decode, down_weights, first_block, load_with_host_experts, pair, relative, test_device
-
 from moespac_llamacpp import native
+from parity import MOE_OUT, Pair, decode, down_weights, first_block, load_with_host_experts, pair, relative, test_device
 
 WIDTHS = (1, 4, 9, 17, 32)
 SHARES = (0.0, 0.17, 0.5, 1.0)
@@ -40,7 +40,9 @@ TYPES = [
     ("MXFP4", "MXFP4", 96),
 ]
 # CI: every family in F32 and in the commonest mix, every type in one family
-CASES = [(f, *t) for f in COVERED for t in (TYPES[0], TYPES[6])] + [("qwen3moe", *t) for t in TYPES if t not in (TYPES[0], TYPES[6])]
+CASES = [(f, *t) for f in COVERED for t in (TYPES[0], TYPES[6])] + [
+    ("qwen3moe", *t) for t in TYPES if t not in (TYPES[0], TYPES[6])
+]
 CASES += [("gpt-oss", "MXFP4", "MXFP4", 256), ("deepseek2-v2", "Q4_K", "Q4_K", 352)]
 ALL_CASES = [(f, *t) for f in COVERED for t in TYPES]
 
@@ -96,8 +98,12 @@ def check(root: Path, name: str, expert_type: str, down_type: str, n_ff: int) ->
             for n in WIDTHS:
                 d = p.compare(tokens(n))
                 n_hot, n_cold = n_hot + d.n_hot, n_cold + d.n_cold
-                assert d.op <= op_limit, f"share {share}, {n} tokens: first block differs by {d.op:.1e} > {op_limit:.1e}"
-                assert d.logits <= logit_limit, f"share {share}, {n} tokens: logits differ by {d.logits:.1e} > {logit_limit:.1e}"
+                assert d.op <= op_limit, (
+                    f"share {share}, {n} tokens: first block differs by {d.op:.1e} > {op_limit:.1e}"
+                )
+                assert d.logits <= logit_limit, (
+                    f"share {share}, {n} tokens: logits differ by {d.logits:.1e} > {logit_limit:.1e}"
+                )
             assert (n_hot > 0) == (share > 0) and (n_cold > 0) == (share < 1), (share, n_hot, n_cold)
 
 
@@ -229,5 +235,3 @@ def test_nothing_resident_costs_no_correctness(root: Path) -> None:
         p.experts.set_slots([4] * p.experts.n_rows)
         d = p.compare(tokens(9))
         assert d.n_hot == 0 and d.op < 1e-5
-
-
