@@ -226,6 +226,7 @@ def trace(
         raise fail(f"{out.parent}: there is no such folder")
     with session(model, None, ctx, threads, 0.0, None, "static") as decoder:
         assert decoder.context.experts is not None
+        decoder.all_logits = True
         recorder = Recorder(decoder.context.experts)
         tokens = decoder.context.model.tokenize(prompt)
         n_past = decoder.context.n_past

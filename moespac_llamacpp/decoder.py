@@ -28,11 +28,16 @@ class Report:
 
 
 class Decoder:
-    """Generates with `context`; `residency` moves experts between decodes (None: they stay where they are)."""
+    """Generates with `context`; `residency` moves experts between decodes (None: they stay where they are).
 
-    def __init__(self, context: Context, residency: Residency | None = None) -> None:
+    all_logits: ask for the logits of every prompt token. Most models compute their last layer only for tokens with logits, so
+    whoever observes routers (a trace) wants them all.
+    """
+
+    def __init__(self, context: Context, residency: Residency | None = None, *, all_logits: bool = False) -> None:
         self.context = context
         self.residency = residency
+        self.all_logits = all_logits
         self.report = Report()
 
     def generate(self, prompt: Sequence[int], max_tokens: int) -> Iterator[int]:
@@ -46,7 +51,7 @@ class Decoder:
             raise ValueError(f"the prompt has {len(prompt)} tokens, the context has room for 1 to {left}")
         start = time.perf_counter()
         for i in range(0, len(prompt), context.n_batch):
-            logits = context.decode(prompt[i : i + context.n_batch])
+            logits = context.decode(prompt[i : i + context.n_batch], all_logits=self.all_logits)
         token = int(logits[-1].argmax())
         if self.residency:
             self.residency.step()

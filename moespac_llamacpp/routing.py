@@ -43,7 +43,9 @@ class Trace:
 
 
 class Recorder:
-    """Records every decode of a context until `close`; `decoded` tells it the tokens of each decode."""
+    """Records every decode of a context until `close`; `decoded` tells it the tokens of each decode.
+
+    Ask for the logits of all tokens: most models compute their last layer only for tokens with logits."""
 
     def __init__(self, experts: native.Experts) -> None:
         self.experts = experts
@@ -64,6 +66,8 @@ class Recorder:
             shape = (n, len(self.info), self.k)
             self._ids.append(np.full(shape, np.iinfo(self.dtype).max, self.dtype))
             self._weights.append(np.zeros(shape, np.float32))
+        if n != len(self._ids[-1]):
+            raise ValueError(f"row {row} saw {n} tokens, the first row {len(self._ids[-1])}: ask for the logits of all tokens")
         self._ids[-1][:, self.index[row], :k] = ids
         self._weights[-1][:, self.index[row], :k] = weights
 
