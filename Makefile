@@ -39,10 +39,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint
+test: lint stock
 	$(BIN)/python -m pytest -m "not full"
 
-test-full: lint
+test-full: lint stock
 	$(BIN)/python -m pytest
 
 clean:

@@ -31,23 +31,20 @@ def slots_for_bytes(blocks: Sequence[BlockSize], budget: int) -> list[int]:
     if budget < 0:
         raise ValueError(f"the expert budget is {budget} bytes, it cannot be negative")
     slots = [0] * len(blocks)
-    # whole rounds first: as many as fit for all blocks that still have experts without a slot
     while True:
-        open_blocks = [i for i, b in enumerate(blocks) if b.hybrid and slots[i] < b.n_expert]
-        round_bytes = sum(blocks[i].expert_bytes for i in open_blocks)
-        if not open_blocks or round_bytes == 0:
+        # blocks that still have experts without a slot, and room for one
+        open_blocks = [
+            i for i, b in enumerate(blocks) if b.hybrid and slots[i] < b.n_expert and 0 < b.expert_bytes <= budget
+        ]
+        if not open_blocks:
             return slots
-        rounds = min(budget // round_bytes, min(blocks[i].n_expert - slots[i] for i in open_blocks))
-        if rounds == 0:
-            break
+        # as many whole rounds as fit; then, where not even one does, one turn that gives as far as it goes
+        round_bytes = sum(blocks[i].expert_bytes for i in open_blocks)
+        rounds = max(1, min(budget // round_bytes, *(blocks[i].n_expert - slots[i] for i in open_blocks)))
         for i in open_blocks:
-            slots[i] += rounds
-        budget -= rounds * round_bytes
-    for i in open_blocks:
-        if blocks[i].expert_bytes <= budget:
-            slots[i] += 1
-            budget -= blocks[i].expert_bytes
-    return slots
+            if rounds * blocks[i].expert_bytes <= budget:
+                slots[i] += rounds
+                budget -= rounds * blocks[i].expert_bytes
 
 
 def parse_bytes(text: str) -> int:

@@ -281,6 +281,9 @@ class Perf:
         return self.n_hot_pairs / max(1, self.n_hot_pairs + self.n_cold_pairs)
 
 
+#: By context: native code holds them until they are unset, whatever happens to the Experts object.
+_callbacks: dict[int | None, Any] = {}
+
 RouterCallback = Callable[[int, NDArray[np.int32], NDArray[np.float32]], None]
 
 
@@ -308,7 +311,6 @@ class Experts:
         params.cache_graphs = cache_graphs
         params.perf = perf
         self._ctx = ctypes.cast(ctx, _void_p)
-        self._callback: Any = None
         self._callback_error: BaseException | None = None
         _check(_f["llama_moe_attach"](self._ctx, params))
         self.n_rows = int(_f["llama_moe_n_rows"](self._ctx))
@@ -317,6 +319,7 @@ class Experts:
     def detach(self) -> None:
         """Frees the slots; the context is plain llama.cpp again. A no-op when detached. Call it before the context is freed."""
         _check(_f["llama_moe_detach"](self._ctx))
+        _callbacks.pop(self._ctx.value, None)
 
     def row(self, row: int) -> Row:
         info = _RowInfo()
@@ -395,7 +398,7 @@ class Experts:
         callback raises is kept and raised by `raise_callback_error`: it cannot pass through C."""
         if callback is None:
             _check(_f["llama_moe_set_router_callback"](self._ctx, _ROUTER_CALLBACK(), None))
-            self._callback = None
+            _callbacks.pop(self._ctx.value, None)
             return
 
         def forward(_: Any, row: int, n_tokens: int, n_used: int, ids: Any, weights: Any) -> None:
@@ -403,11 +406,11 @@ class Experts:
                 shape = (n_tokens, n_used)
                 callback(row, np.ctypeslib.as_array(ids, shape=shape), np.ctypeslib.as_array(weights, shape=shape))
             except BaseException as error:
-                self._callback_error = error
+                self._callback_error = self._callback_error or error
 
         native = _ROUTER_CALLBACK(forward)
         _check(_f["llama_moe_set_router_callback"](self._ctx, native, None))
-        self._callback = native
+        _callbacks[self._ctx.value] = native
 
     def raise_callback_error(self) -> None:
         error, self._callback_error = self._callback_error, None

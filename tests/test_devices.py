@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from families import cached_model
+from moespac_llamacpp import native
 from native_build import build_rpc, find_source, or_skip
 from parity import Pair, pair
 from rpc_device import start_server
-
-from moespac_llamacpp import native
 
 TOKENS = [5, 17, 90, 33, 71, 8, 64, 102, 29]
 

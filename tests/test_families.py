@@ -39,11 +39,6 @@ ACTIVATION = {
 }
 
 
-@pytest.fixture(scope="session")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("families")
-
-
 def run(path: Path, n_tokens: int = 32, capture: Capture | None = None) -> Array:
     with load_model(path) as model, make_context(model, n_threads=1, cb=capture, **EXACT) as ctx:
         return decode(ctx, TOKENS[:n_tokens])

@@ -12,8 +12,8 @@
 // upstream's path and says why (llama_moe_row_info::fallback).
 //
 // Threads. As for the rest of the API, a context belongs to one thread at a time. Between llama_decode and llama_synchronize
-// (or reading logits) a decode is in flight: evict, publish, set_slots and detach are refused then with LLAMA_MOE_IN_FLIGHT;
-// load and sync are allowed, also from another thread.
+// (or reading logits) a decode is in flight: evict, publish, set_slots and set_router_callback are refused then with
+// LLAMA_MOE_IN_FLIGHT; load and sync are allowed, also from another thread. Attach and detach wait for the decode.
 //
 // Errors come back as codes; llama_moe_error gives the sentence. Nothing here aborts the process.
 

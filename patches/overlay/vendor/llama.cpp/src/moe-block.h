@@ -52,6 +52,9 @@ struct moe_block {
     bool merged         = false;
     bool weight_before  = false; // Llama-4: the router weight scales the expert's input, not its output
     moe_tensors host    = {};
+    moe_kernel gate_kernel = {}; // of the cold lane, chosen at attach
+    moe_kernel up_kernel   = {};
+    moe_kernel down_kernel = {};
     ggml_tensor * down_scale = nullptr; // F32 [n_expert]: factor of the expert's output (Gemma-4)
 
     std::string fallback;        // why the block takes upstream's path; empty: hybrid

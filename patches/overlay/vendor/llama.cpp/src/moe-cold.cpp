@@ -108,6 +108,12 @@ static void prefetch_row(const char * p, size_t n) {
 // lane
 //
 
+void moe_cold_lane::choose_kernels(moe_block & block) const {
+    block.gate_kernel = moe_kernel_for(block.host[MOE_GATE]->type, own_kernels);
+    block.up_kernel   = moe_kernel_for(block.host[matrix_part(block, 1)]->type, own_kernels);
+    block.down_kernel = moe_kernel_for(block.host[MOE_DOWN]->type, own_kernels);
+}
+
 void moe_cold_lane::reserve(const moe_block & block, int max_tokens) {
     const int max_pairs = max_tokens*block.n_used;
     for (int m = 0; m < 2; m++) {
@@ -194,13 +200,12 @@ void moe_cold_lane::gate_up(const moe_block & block, int n_threads) {
     constexpr int N_AHEAD = 2; // rows
 
     const ggml_type_traits_cpu * tr[2];
-    moe_kernel kernel[2];
-    size_t     row[2];
-    size_t     offset[2];
+    const moe_kernel kernel[2] = { block.gate_kernel, block.up_kernel };
+    size_t row[2];
+    size_t offset[2];
     for (int m = 0; m < 2; m++) {
         const ggml_tensor * w = block.host[matrix_part(block, m)];
         tr[m]     = traits(w->type);
-        kernel[m] = moe_kernel_for(w->type, own_kernels);
         row[m]    = w->nb[1];
         offset[m] = matrix_offset(block, m);
     }
@@ -263,7 +268,7 @@ void moe_cold_lane::down(const moe_block & block, int n_tokens, char * dst, size
 
     const ggml_tensor * w = block.host[MOE_DOWN];
     const ggml_type_traits_cpu * tr = traits(w->type);
-    const moe_kernel kernel = moe_kernel_for(w->type, own_kernels);
+    const moe_kernel kernel = block.down_kernel;
     const size_t row = w->nb[1];
 
     static thread_local std::vector<float> acc; // [n_tokens][R]
@@ -279,7 +284,9 @@ void moe_cold_lane::down(const moe_block & block, int n_tokens, char * dst, size
             const float * bias = block.host[MOE_DOWN_B] ? (const float *) block.expert_data(MOE_DOWN_B, ce.expert) : nullptr;
             for (int r = r0; r < r1; r++) {
                 if (r + N_AHEAD < r1) {
-                    prefetch_row(base + (r + N_AHEAD)*row, row);
+                    if (!kernel.prefetches) {
+                        prefetch_row(base + (r + N_AHEAD)*row, row);
+                    }
                 } else if (next) {
                     prefetch_row(next + (r0 + r + N_AHEAD - r1)*row, row);
                 }
@@ -316,12 +323,4 @@ void moe_cold_lane::run(const moe_block & block, const char * x, size_t x_stride
     quantize_hidden(block, ith, n_threads);
     barrier.wait(n_threads);
     down(block, n_tokens, dst, dst_stride, n_threads);
-}
-
-std::string moe_cold_lane::kernel_names(const moe_block & block) const {
-    std::string s = moe_kernel_for(block.host[MOE_GATE]->type, own_kernels).name;
-    if (!block.merged && block.host[MOE_UP]->type != block.host[MOE_GATE]->type) {
-        s += std::string(", ") + moe_kernel_for(block.host[MOE_UP]->type, own_kernels).name;
-    }
-    return s + ", " + moe_kernel_for(block.host[MOE_DOWN]->type, own_kernels).name;
 }

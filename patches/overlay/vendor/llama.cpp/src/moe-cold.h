@@ -43,6 +43,8 @@ class moe_cold_lane {
 public:
     moe_cold_lane(moe_type_traits_t traits, bool own_kernels) : traits(traits), own_kernels(own_kernels) {}
 
+    void choose_kernels(moe_block & block) const;
+
     // buffers for blocks of this shape
     void reserve(const moe_block & block, int max_tokens);
 
@@ -58,8 +60,6 @@ public:
     // The caller sees the result after its next barrier.
     void run(const moe_block & block, const char * x, size_t x_stride, int n_tokens,
              char * dst, size_t dst_stride, int ith, int n_threads, moe_barrier & barrier);
-
-    std::string kernel_names(const moe_block & block) const;
 
 private:
     void quantize(ggml_type type, const float * src, char * dst, int n) const;

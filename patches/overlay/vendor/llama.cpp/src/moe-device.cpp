@@ -79,11 +79,16 @@ std::unique_ptr<moe_device_graph> moe_device_lane::build(
         return per_row_ids(block) ? ggml_reshape_3d(ctx, t, t->ne[0], 1, n_rows) : ggml_reshape_3d(ctx, t, t->ne[0], n_rows, 1);
     };
 
-    ggml_tensor * x = ggml_get_rows(ctx, ggml_view_2d(ctx, cur, n_embd, n_tokens, cur->nb[1], 0), rows); // [n_embd, n_rows]
-    if (block.weight_before) {
-        x = ggml_mul(ctx, x, wrow);
+    ggml_tensor * x = ggml_view_2d(ctx, cur, n_embd, n_tokens, cur->nb[1], 0);
+    if (n_tokens > 1 || per_row_ids(block) || block.weight_before) {
+        x = ggml_get_rows(ctx, x, rows); // [n_embd, n_rows]
+        if (block.weight_before) {
+            x = ggml_mul(ctx, x, wrow);
+        }
+        x = as_rows(x);
+    } else {
+        x = ggml_reshape_3d(ctx, x, n_embd, 1, 1); // one token: all its experts share the row
     }
-    x = as_rows(x);
 
     ggml_tensor * gate;
     ggml_tensor * up;

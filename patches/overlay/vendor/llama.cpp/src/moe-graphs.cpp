@@ -31,7 +31,8 @@ bool moe_graph_cache::create(entry & e) {
     swap(e);
     const auto mctx = ctx.memory->init_full();
     const uint32_t n_outputs = std::min((uint32_t) e.n_tokens, ctx.cparams.n_outputs_max);
-    const bool ok = mctx && ctx.graph_reserve(e.n_tokens, 1, n_outputs, mctx.get()) != nullptr;
+    const uint32_t n_streams = ctx.cparams.kv_unified ? 1 : ctx.cparams.n_seq_max; // a graph has a part per stream of the KV cache
+    const bool ok = mctx && ctx.graph_reserve(e.n_tokens, n_streams, n_outputs, mctx.get()) != nullptr;
     swap(e);
     if (!ok) {
         LLAMA_LOG_WARN("%s: no memory for a graph of %d tokens: batches of this width share the context's own graph\n", __func__, e.n_tokens);

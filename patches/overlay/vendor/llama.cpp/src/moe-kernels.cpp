@@ -508,10 +508,10 @@ moe_kernel moe_kernel_for(ggml_type type, bool allow_own) {
     const int level = isa_level();
     if (allow_own && level > 0) {
         if (moe_row_dot_t fn = own_kernel(type, level)) {
-            return { fn, isa_name(level) };
+            return { fn, isa_name(level), type == GGML_TYPE_Q4_K || type == GGML_TYPE_Q5_K || type == GGML_TYPE_Q6_K };
         }
     }
-    return { row_dot_generic, "ggml vec_dot" };
+    return { row_dot_generic, "ggml vec_dot", false };
 }
 
 const char * moe_kernel_isa() {

@@ -25,6 +25,7 @@ typedef void (*moe_row_dot_t)(int n, const void * x, const void * const * y, int
 struct moe_kernel {
     moe_row_dot_t fn;
     const char *  name; // "avx512-vnni", "avx2" or "ggml vec_dot"
+    bool prefetches;    // it fetches weights ahead of the row itself: the caller need not
 };
 
 // The kernel for a weight type on this machine. allow_own = false: always ggml's vec_dot.

@@ -144,6 +144,7 @@ int32_t moe_residency::evict(moe_slots & s, int expert) {
         case moe_slots::QUEUED:
             queue.erase(std::find_if(queue.begin(), queue.end(), [&](const job & j) { return j.s == &s && j.slot == i; }));
             x = {};
+            done.notify_all(); // it may have been the last that a sync waits for
             break;
         case moe_slots::COPYING:
             x.state = moe_slots::WITHDRAWN; // the copy goes on: the slot is not free before it has landed

@@ -216,8 +216,9 @@ int32_t llama_moe_state::attach(std::string & error) {
         }
         if (b.hybrid()) {
             l.pinned  = has_host_buft && host_pinned(b, device->host_buft);
-            l.kernels = cold->kernel_names(b);
+            cold->choose_kernels(b);
             cold->reserve(b, params.max_batch_tokens);
+            l.kernels = std::string(b.gate_kernel.name) + ", " + b.down_kernel.name;
             if (!device->reserve(b, x_cols, error)) {
                 return LLAMA_MOE_NO_DEVICE_MEMORY;
             }
@@ -251,6 +252,9 @@ int32_t llama_moe_state::attach(std::string & error) {
 //
 
 void llama_moe_state::begin_decode() {
+    if (in_flight && callback) {
+        llama_synchronize(&ctx); // the callback hears every decode, also one that nobody waited for
+    }
     graphs.restore(); // memory updates work on the context's own graph
     log.begin_decode();
     failure.clear();
@@ -269,7 +273,7 @@ bool llama_moe_state::end_ubatch() {
     const int n_tokens = log.n_tokens();
     std::vector<bool> upstream(rows.size(), false);
     for (size_t row = 0; row < rows.size(); row++) {
-        upstream[row] = rows[row] && !runs_hybrid(*rows[row], n_tokens);
+        upstream[row] = rows[row] && !ctx.cparams.warmup && !runs_hybrid(*rows[row], n_tokens); // warm-up graphs have no hook
     }
     log.end_ubatch(upstream, cropped_rows(), ctx.n_outputs, ctx.backend_ptrs, callback != nullptr);
     return failure.empty();
@@ -347,10 +351,10 @@ ggml_tensor * llama_moe_state::build(const llm_graph_context & g, const llama_mo
     }
     moe_layer & l = *it->second;
     const int64_t n_tokens = f.cur->ne[1];
+    l.cropped = l.cropped || n_tokens != g.n_tokens;
     if ((int) f.ids->ne[0] != l.block.n_used || n_tokens == 0) {
         return nullptr;
     }
-    l.cropped = l.cropped || n_tokens != g.n_tokens;
     const bool lora = has_lora(g, f);
     if (lora != l.lora) {
         l.lora = lora;
