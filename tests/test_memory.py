@@ -61,8 +61,9 @@ def test_a_budget_is_never_exceeded_and_the_split_stays_even() -> None:
         assert left >= 0
         open_slots = [n for n, b in zip(slots, blocks, strict=True) if n < b.n_expert]
         if open_slots:
-            assert max(slots) - min(open_slots) <= 1
-            assert left < sum(b.expert_bytes for n, b in zip(slots, blocks, strict=True) if n < b.n_expert)
+            # one for the last turn, one more for what that leaves: less than two of the smallest experts
+            assert max(slots) - min(open_slots) <= 2
+            assert left < min(b.expert_bytes for n, b in zip(slots, blocks, strict=True) if n < b.n_expert)
         assert all(0 <= n <= b.n_expert for n, b in zip(slots, blocks, strict=True))
         assert slots == slots_for_bytes(blocks, budget)
 
