@@ -123,6 +123,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "llama_moe_publish": (_int32, [_void_p]),
     "llama_moe_sync": (_int32, [_void_p]),
     "llama_moe_residency": (_int32, [_void_p, _int32, ctypes.POINTER(ctypes.c_uint8)]),
+    "llama_moe_residency_table": (_int32, [_void_p, ctypes.POINTER(ctypes.c_uint8)]),
     "llama_moe_counts": (ctypes.POINTER(_int32), [_void_p]),
     "llama_moe_set_router_callback": (_int32, [_void_p, _ROUTER_CALLBACK, _void_p]),
     "llama_moe_perf": (_int32, [_void_p, _int32, ctypes.POINTER(_PerfData)]),
@@ -381,6 +382,12 @@ class Experts:
         states = np.zeros(self.n_expert, np.uint8)
         _check(_f["llama_moe_residency"](self._ctx, row, states.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))))
         return states[: self.row(row).n_expert]
+
+    def states_table(self) -> NDArray[np.uint8]:
+        """The states of all rows at once, uint8 [n_rows, n_expert]; COLD where a row has no such expert or no slots."""
+        table = np.empty((self.n_rows, self.n_expert), np.uint8)
+        _check(_f["llama_moe_residency_table"](self._ctx, table.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))))
+        return table
 
     def counts(self) -> NDArray[np.int32]:
         """How many tokens of the last decode chose each expert, int32 [n_rows, n_expert], summed over its ubatches.

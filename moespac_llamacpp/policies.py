@@ -54,21 +54,30 @@ class Decayed:
         self.score += counts
 
     def plan(self, resident: NDArray[np.bool_], n_slots: NDArray[np.int32], max_moves: int) -> list[Move]:
+        score = self.score
+        n_free = n_slots - resident.sum(axis=1)
+        # who could enter: with a free slot whoever was used at all, else whoever beats the row's worst resident by enough
+        worst = np.where(resident, score, np.inf).min(axis=1)
+        limit = np.where(n_free > 0, 0.0, worst + self.hysteresis)
+        limit[n_slots == 0] = np.inf
+        candidates = ~resident & (score > limit[:, None])
+
         moves = []
-        for row in np.flatnonzero(n_slots):
-            score, here = self.score[row], resident[row]
-            wanted = np.argsort(-score, kind="stable")[: n_slots[row]]
-            incoming = [int(e) for e in wanted if not here[e] and score[e] > 0]
-            victims = np.flatnonzero(here)
-            victims = victims[np.argsort(score[victims], kind="stable")]
-            n_free = int(n_slots[row]) - len(victims)
+        for row in np.flatnonzero(candidates.any(axis=1)):
+            incoming = np.flatnonzero(candidates[row])
+            incoming = incoming[np.argsort(-score[row, incoming], kind="stable")]
+            victims = np.flatnonzero(resident[row])
+            victims = victims[np.argsort(score[row, victims], kind="stable")]
             for i, expert in enumerate(incoming):
-                if i < n_free:
-                    moves.append(Move(int(row), expert, None, float(score[expert])))
-                elif i - n_free < len(victims):
-                    victim = int(victims[i - n_free])
-                    gain = float(score[expert] - score[victim])
-                    if gain > self.hysteresis:
-                        moves.append(Move(int(row), expert, victim, gain))
+                swap = i - int(n_free[row])  # number of the victim that makes room
+                if swap < 0:
+                    moves.append(Move(int(row), int(expert), None, float(score[row, expert])))
+                    continue
+                if swap >= len(victims):
+                    break
+                gain = float(score[row, expert] - score[row, victims[swap]])
+                if gain <= self.hysteresis:
+                    break  # later ones gain less
+                moves.append(Move(int(row), int(expert), int(victims[swap]), gain))
         moves.sort(key=lambda m: (-m.gain, m.row, m.expert))
         return moves[:max_moves]

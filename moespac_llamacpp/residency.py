@@ -34,11 +34,7 @@ class Residency:
 
     def resident(self) -> NDArray[np.bool_]:
         """bool [n_rows, n_expert]: resident or on the way."""
-        table = np.zeros((self.experts.n_rows, self.experts.n_expert), np.bool_)
-        for row in np.flatnonzero(self.n_slots):
-            states = self.experts.states(int(row))
-            table[row, : len(states)] = states != native.COLD
-        return table
+        return self.experts.states_table() != native.COLD
 
     def step(self, *, wait: bool = False) -> int:
         """Observes the last decode and starts moves; returns how many. Uploads that have landed become visible.

@@ -122,6 +122,8 @@ extern "C" {
     LLAMA_API int32_t llama_moe_sync(struct llama_context * ctx);
     // states[n_expert of the row]: enum llama_moe_expert_state
     LLAMA_API int32_t llama_moe_residency(const struct llama_context * ctx, int32_t row, uint8_t * states);
+    // The same for all rows at once, states[n_rows][n_expert]; LLAMA_MOE_COLD where there is no expert or no slot.
+    LLAMA_API int32_t llama_moe_residency_table(const struct llama_context * ctx, uint8_t * states);
 
     // Router counts of the last decode, [n_rows][n_expert], summed over its ubatches; waits for the decode. The pointer stays
     // valid, and its numbers until the next decode, while the feature is attached. NULL: not attached.

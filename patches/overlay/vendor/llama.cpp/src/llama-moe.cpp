@@ -7,6 +7,7 @@
 #include "llama-impl.h"
 #include "llama-model.h"
 
+#include <algorithm>
 #include <exception>
 
 static thread_local std::string last_error;
@@ -233,6 +234,21 @@ int32_t llama_moe_residency(const llama_context * ctx, int32_t row, uint8_t * st
         st->residency->states(l->slots, states);
     }
     return status;
+}
+
+int32_t llama_moe_residency_table(const llama_context * ctx, uint8_t * states) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    const int n_expert = st->log.n_expert;
+    std::fill(states, states + st->rows.size()*n_expert, (uint8_t) LLAMA_MOE_COLD);
+    for (const moe_layer * l : st->rows) {
+        if (l && l->block.hybrid()) {
+            st->residency->states(l->slots, states + (size_t) l->block.row*n_expert);
+        }
+    }
+    return LLAMA_MOE_OK;
 }
 
 const int32_t * llama_moe_counts(llama_context * ctx) {
