@@ -60,12 +60,13 @@ class Attached:
 
 @pytest.fixture
 def attach(root: Path) -> Iterator[Callable[..., Attached]]:
-    """attach(family, device, ...): a fresh model and context, with Experts on the device (None: the default one).
+    """attach(family, device, ...): a fresh model and context, with Experts on the device (None: parity.test_device()).
 
     model: options of families.cached_model, or a lowlevel.Model to share; load: of lowlevel.load_model; experts: of
     Experts; all others go to lowlevel.make_context. Everything is freed after the test, the newest first."""
     import families
     import lowlevel
+    import parity
     from moespac_llamacpp.native import Experts
 
     with contextlib.ExitStack() as stack:
@@ -81,8 +82,9 @@ def attach(root: Path) -> Iterator[Callable[..., Attached]]:
         ) -> Attached:
             if not isinstance(model, lowlevel.Model):
                 path = families.cached_model(root, family, **(model or {}))
-                model = stack.enter_context(lowlevel.load_model(path, **(load or {})))
+                where = parity.host_experts(device or parity.test_device())
+                model = stack.enter_context(lowlevel.load_model(path, **(where | (load or {}))))
             ctx = stack.enter_context(lowlevel.make_context(model, **(lowlevel.EXACT | context)))
-            return Attached(model, ctx, Experts(ctx.ptr, device, **(experts or {})))
+            return Attached(model, ctx, Experts(ctx.ptr, device or parity.test_device(), **(experts or {})))
 
         yield make

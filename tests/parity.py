@@ -35,12 +35,17 @@ def test_device() -> native.Device:
 test_device.__test__ = False  # type: ignore[attr-defined]  # a helper, whatever its name says to pytest
 
 
-def load_with_host_experts(path: Path, device: native.Device) -> Model:
-    """Everything but the experts on the device; the experts in its page-locked host memory if it has such memory."""
-    if device.kind == "cpu":
-        return load_model(path)
+def host_experts(device: native.Device) -> dict[str, Any]:
+    """Options of load_model: everything but the experts on the device, the experts in its page-locked host memory if it has
+    such memory. Nothing special for a CPU device, nor for one that ggml does not have registered (llama.cpp cannot use it)."""
+    if device.kind == "cpu" or device.pointer not in {d.pointer for d in native.devices()}:
+        return {}
     host = device.host_buffer_type or native.cpu_device().buffer_type
-    return load_model(path, [(EXPERT_TENSORS, host)], n_gpu_layers=99, load_mode=LOAD_NONE)
+    return {"overrides": [(EXPERT_TENSORS, host)], "n_gpu_layers": 99, "load_mode": LOAD_NONE}
+
+
+def load_with_host_experts(path: Path, device: native.Device) -> Model:
+    return load_model(path, **host_experts(device))
 
 
 def relative(a: Array, b: Array) -> float:
