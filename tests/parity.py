@@ -14,7 +14,18 @@ import llama_cpp
 import numpy as np
 
 from families import FAMILIES, Family
-from lowlevel import LOAD_NONE, Capture, Context, GgmlTensor, Model, decode, load_model, make_context
+from lowlevel import (
+    LOAD_NONE,
+    SELECTION_SCORES,
+    Capture,
+    Context,
+    GgmlTensor,
+    Model,
+    decode,
+    load_model,
+    make_context,
+    selection_gaps,
+)
 from moespac_llamacpp import native
 from moespac_llamacpp.models import EXPERT_TENSORS
 
@@ -22,6 +33,7 @@ Array = np.ndarray[Any, Any]
 
 # build_moe_ffn's result; some models give it another name afterwards
 MOE_OUT = ("ffn_moe_out", "ffn_out", "ffn_adj_moe_out")
+CAPTURED = (*MOE_OUT, "ffn_moe_topk", *SELECTION_SCORES)
 
 
 def test_device() -> native.Device:
@@ -59,12 +71,52 @@ def relative(a: Array, b: Array) -> float:
 
 @dataclass
 class Difference:
-    """Of one batch: `op` of the first MoE block, whose inputs are equal, and `logits`."""
+    """Of one batch: `op` of the first MoE block, whose inputs are equal, and `logits` of the tokens whose experts are the same
+    in all layers. `n_rerouted` others chose differently, all of them within `tie` of a tie: rounding decides there, and the
+    logits differ by O(1). `tie`: gap between the last expert chosen and the first one left out, over the scores' spread."""
 
     op: float
     logits: float
-    n_hot: int
-    n_cold: int
+    n_hot: int = 0
+    n_cold: int = 0
+    n_rerouted: int = 0
+    tie: float = 0.0
+
+
+def difference(a: Context, b: Context, tokens: Sequence[int], family: Family) -> Difference:
+    """How far b is from a when both decode the tokens as one batch, from an empty context."""
+    logits = []
+    for ctx in (a, b):
+        ctx.clear()
+        ctx.capture.clear()
+        logits.append(decode(ctx, tokens))
+    same, tie = compare_routing(a.capture, b.capture, len(tokens), family)
+    op = relative(first_block(b.capture), first_block(a.capture))
+    return Difference(op, relative(logits[1][same], logits[0][same]), n_rerouted=int((~same).sum()), tie=tie)
+
+
+def same_experts(a: Array, b: Array, n_tokens: int) -> Array:
+    """bool [n_tokens]: the same set of experts, in whatever order."""
+    equal: Array = (np.sort(a.reshape(n_tokens, -1)) == np.sort(b.reshape(n_tokens, -1))).all(axis=1)
+    return equal
+
+
+def compare_routing(a: Capture, b: Capture, n_tokens: int, family: Family) -> tuple[Array, float]:
+    """(bool [n_tokens]: the same experts in all layers; the largest gap at which a token's first difference happened)."""
+    same, tie = np.ones(n_tokens, np.bool_), 0.0
+    for il in family.moe_layers:
+        name = f"ffn_moe_topk-{il}"
+        equal = np.ones(n_tokens, np.bool_)
+        for x, y in zip(a.tensors[name], b.tensors[name], strict=True):
+            equal &= same_experts(x, y, n_tokens)
+        new = same & ~equal
+        if new.any():
+            scores = next(a.tensors[key][0] for s in SELECTION_SCORES if (key := f"{s}-{il}") in a.tensors)
+            spread = np.nanstd(np.where(np.isfinite(scores), scores, np.nan), axis=1)
+            gaps = selection_gaps(a.tensors, il, family.n_used, family.groups) / spread
+            tie = max(tie, float(gaps[new].max()))
+        same &= equal
+    return same, tie
 
 
 @dataclass
@@ -91,35 +143,46 @@ class Pair:
 
     def compare(self, tokens: Sequence[int]) -> Difference:
         """Decodes the tokens as one batch in both, from an empty context."""
-        outputs: list[Array] = []
-        logits: list[Array] = []
         self.experts.reset_perf()
-        for ctx in (self.plain, self.hybrid):
-            ctx.clear()
-            ctx.capture.clear()
-            logits.append(decode(ctx, tokens))
-            outputs.append(first_block(ctx.capture))
+        d = difference(self.plain, self.hybrid, tokens, self.family)
         perf = self.experts.perf_total()
-        return Difference(
-            relative(outputs[1], outputs[0]), relative(logits[1], logits[0]), perf.n_hot_pairs, perf.n_cold_pairs
-        )
+        d.n_hot, d.n_cold = perf.n_hot_pairs, perf.n_cold_pairs
+        return d
 
     def upstream_noise(self, tokens: Sequence[int]) -> float:
-        """How much the plain context's own logits depend on the batch size: as one batch, in halves, and one by one."""
-        self.plain.clear()
-        whole = decode(self.plain, tokens)
+        """How much the plain context's own logits depend on the batch size: as one batch, in halves, and one by one. Of the
+        tokens whose experts do not depend on it."""
+        whole, whole_ids = self.decode_in(tokens, len(tokens))
         noise = 0.0
         for width in {1, max(1, len(tokens) // 2)} if len(tokens) > 1 else set():
-            self.plain.clear()
-            parts = [decode(self.plain, tokens[i : i + width], i) for i in range(0, len(tokens), width)]
-            noise = max(noise, relative(np.concatenate(parts), whole))
+            parts, ids = self.decode_in(tokens, width)
+            same = same_experts(ids, whole_ids, len(tokens))
+            noise = max(noise, relative(parts[same], whole[same]))
         return noise
+
+    def decode_in(self, tokens: Sequence[int], width: int) -> tuple[Array, Array]:
+        """The plain context's logits in batches of this width, and all experts of each token, [n_tokens, blocks * n_used]."""
+        self.plain.clear()
+        logits, ids = [], []
+        for i in range(0, len(tokens), width):
+            self.plain.capture.clear()
+            part = tokens[i : i + width]
+            logits.append(decode(self.plain, part, i))
+            # sorted per block, so that the set counts and not the order
+            choices = [
+                np.sort(x.reshape(len(part), -1)) + 1000 * j
+                for j, name in enumerate(sorted(n for n in self.plain.capture.tensors if n.startswith("ffn_moe_topk")))
+                for x in self.plain.capture.tensors[name]
+            ]
+            ids.append(np.concatenate(choices, axis=1))
+        return np.concatenate(logits), np.concatenate(ids)
 
 
 def first_block(capture: Capture) -> Array:
     """Output of the MoE block that ran first in the last decode."""
-    assert capture.tensors, "no MoE output was captured"
-    return next(iter(capture.tensors.values()))[0]
+    found = [arrays[0] for name, arrays in capture.tensors.items() if name.startswith(MOE_OUT)]
+    assert found, "no MoE output was captured"
+    return found[0]
 
 
 @contextmanager
@@ -129,8 +192,8 @@ def pair(path: Path, family: str | Family, device: native.Device | None = None, 
     device = device or test_device()
     with (
         load_with_host_experts(path, device) as model,
-        make_context(model, cb=Capture(*MOE_OUT)) as plain,
-        make_context(model, cb=Capture(*MOE_OUT)) as hybrid,
+        make_context(model, cb=Capture(*CAPTURED)) as plain,
+        make_context(model, cb=Capture(*CAPTURED)) as hybrid,
     ):
         experts = native.Experts(hybrid.ptr, device, **options)
         try:

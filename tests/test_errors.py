@@ -331,8 +331,8 @@ def test_the_last_error_belongs_to_its_thread(attached: Attached) -> None:
 
 def test_all_codes_were_provoked() -> None:
     """Last in this file: what the tests above have seen, where all of them ran."""
-    if len(PROVOKED) < 5:
-        pytest.skip("the other tests of this file did not run")
+    if len(PROVOKED) < 5 or "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("the other tests of this file did not run in this process")
     assert set(native.STATUS.values()) - PROVOKED == {"OK", "FAILED"}
 
 

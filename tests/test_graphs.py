@@ -19,8 +19,12 @@ from conftest import Attached
 from families import FAMILIES, N_VOCAB, cached_model
 from lowlevel import EXACT, Context, decode, load_model, make_context
 from moespac_llamacpp import native
+from parity import test_device
 
-TOLERANCE = 1e-3  # rounding gives 1e-5 in these F32 models; a stale graph reads another width's, or freed, memory
+# on a GPU upstream's own kernels for other widths differ by more
+TOLERANCE = (
+    1e-3 if test_device().kind == "cpu" else 5e-2
+)  # rounding gives 1e-5 in these F32 models; a stale graph reads another width's, or freed, memory
 WIDTHS = range(1, 10)  # a draft of up to 8 and the last token
 
 Array = np.ndarray[Any, Any]

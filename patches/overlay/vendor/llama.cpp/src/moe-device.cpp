@@ -56,24 +56,38 @@ int moe_device_lane::round_rows(const moe_block & block, int n_pairs) const {
     return std::min(n, std::max(MIN_ROWS, max_tokens*block.n_used));
 }
 
+// 1, 2, 4, 8, 12, 16, 24, 32, 48, ...
+int moe_device_lane::round_tokens(int n_tokens) const {
+    int n = 1;
+    while (n < n_tokens) {
+        if (n >= 8 && n + n/2 >= n_tokens) {
+            n += n/2;
+            break;
+        }
+        n *= 2;
+    }
+    return std::min(n, max_tokens);
+}
+
 std::unique_ptr<moe_device_graph> moe_device_lane::build(
         const moe_block & block, const moe_tensors & slots, int n_rows, int n_tokens, int x_cols) const {
-    auto g = std::make_unique<moe_device_graph>();
-    constexpr int MAX_NODES = 128;
-    g->ctx.reset(ggml_init({ ggml_tensor_overhead()*MAX_NODES*2 + ggml_graph_overhead_custom(MAX_NODES, false), nullptr, true }));
-    ggml_context * ctx = g->ctx.get();
-    g->n_rows = n_rows;
-
     const int n_embd = block.n_embd;
     const int n_used = block.n_used;
 
+    auto g = std::make_unique<moe_device_graph>();
+    const int max_nodes = 40 + 2*n_used; // the sum takes a view and an addition per expert used
+    g->ctx.reset(ggml_init({ ggml_tensor_overhead()*max_nodes + ggml_graph_overhead_custom(max_nodes, false), nullptr, true }));
+    ggml_context * ctx = g->ctx.get();
+    g->n_rows   = n_rows;
+    g->n_tokens = n_tokens;
+
     // inputs, placed one after the other by place_inputs
-    ggml_tensor * cur  = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, x_cols, n_tokens);
     ggml_tensor * rows = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_rows);
     ggml_tensor * ids  = per_row_ids(block) ? ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 1, n_rows) : ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_rows, 1);
     ggml_tensor * pick = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_used*n_tokens);
     ggml_tensor * w    = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 1, n_used, n_tokens);
     ggml_tensor * wrow = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, 1, n_rows);
+    ggml_tensor * cur  = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, x_cols, n_tokens);
 
     auto as_rows = [&](ggml_tensor * t) { // [n, n_rows] in the shape that goes with the ids
         return per_row_ids(block) ? ggml_reshape_3d(ctx, t, t->ne[0], 1, n_rows) : ggml_reshape_3d(ctx, t, t->ne[0], n_rows, 1);
@@ -127,7 +141,7 @@ std::unique_ptr<moe_device_graph> moe_device_lane::build(
     y = ggml_get_rows(ctx, ggml_reshape_2d(ctx, y, n_embd, n_rows), pick);
     y = ggml_mul(ctx, ggml_reshape_3d(ctx, y, n_embd, n_used, n_tokens), w);
 
-    g->gf = ggml_new_graph_custom(ctx, MAX_NODES, false);
+    g->gf = ggml_new_graph_custom(ctx, max_nodes, false);
     ggml_build_forward_expand(g->gf, y);
     std::vector<ggml_tensor *> of_k(n_used);
     for (int k = 0; k < n_used; k++) {
@@ -151,13 +165,9 @@ std::unique_ptr<moe_device_graph> moe_device_lane::build(
 size_t moe_device_lane::place_inputs(moe_device_graph & g, ggml_backend_buffer_t buf) const {
     char * base = buf ? (char *) ggml_backend_buffer_get_base(buf) : nullptr;
     size_t off  = 0;
-    size_t * const offsets[] = { nullptr, &g.off_rows, &g.off_ids, &g.off_pick, &g.off_w, &g.off_wrow };
     ggml_tensor * t = ggml_get_first_tensor(g.ctx.get()); // the inputs were created first, in this order
-    g.n_x = ggml_nbytes(t);
-    for (size_t * offset : offsets) {
-        if (offset) {
-            *offset = off;
-        }
+    for (size_t * offset : { &g.off_rows, &g.off_ids, &g.off_pick, &g.off_w, &g.off_wrow, &g.off_x }) {
+        *offset = off;
         if (buf) {
             ggml_backend_tensor_alloc(buf, t, base + off);
         }
@@ -265,7 +275,7 @@ bool moe_device_lane::launch(const moe_block & block, const moe_tensors & slots,
         const std::vector<moe_hot_pair> & pairs, const char * x, size_t x_stride, int n_tokens, bool x_pinned) {
     const int n_rows = round_rows(block, (int) pairs.size());
     const int x_cols = (int) (x_stride/sizeof(float));
-    moe_device_graph * g = graph(block, slots, graphs, n_rows, n_tokens, x_cols);
+    moe_device_graph * g = graph(block, slots, graphs, n_rows, round_tokens(n_tokens), x_cols);
     if (!g) {
         return false;
     }
@@ -276,8 +286,8 @@ bool moe_device_lane::launch(const moe_block & block, const moe_tensors & slots,
     float   * wrow = (float   *) (stage_in + g->off_wrow);
 
     // A cold (token, k) picks some row at weight 0; one of its own token if there is one, so that an infinity stays with its token.
-    memset(w, 0, sizeof(float)*block.n_used*n_tokens);
-    std::fill(pick, pick + block.n_used*n_tokens, 0);
+    std::fill(w,    w    + block.n_used*g->n_tokens, 0.0f);
+    std::fill(pick, pick + block.n_used*g->n_tokens, 0);
     for (size_t r = 0; r < pairs.size(); r++) {
         for (int k = 0; k < block.n_used; k++) {
             pick[pairs[r].token*block.n_used + k] = (int32_t) r;
@@ -298,18 +308,18 @@ bool moe_device_lane::launch(const moe_block & block, const moe_tensors & slots,
         wrow[r] = wrow[0];
     }
 
-    const size_t n_region = ggml_nbytes(g->region);
+    const size_t n_x = n_tokens*x_stride;
     if (x_pinned && n_tokens > 2) { // worth a copy of its own
-        ggml_backend_tensor_set_async(backend.get(), g->region, x, 0, g->n_x);
-        ggml_backend_tensor_set_async(backend.get(), g->region, stage_in + g->off_rows, g->off_rows, n_region - g->off_rows);
+        ggml_backend_tensor_set_async(backend.get(), g->region, stage_in, 0, g->off_x);
+        ggml_backend_tensor_set_async(backend.get(), g->region, x, g->off_x, n_x);
     } else {
-        memcpy(stage_in, x, g->n_x);
-        ggml_backend_tensor_set_async(backend.get(), g->region, stage_in, 0, n_region);
+        memcpy(stage_in + g->off_x, x, n_x);
+        ggml_backend_tensor_set_async(backend.get(), g->region, stage_in, 0, g->off_x + n_x);
     }
     if (ggml_backend_graph_compute_async(backend.get(), g->gf) != GGML_STATUS_SUCCESS) {
         return false;
     }
-    ggml_backend_tensor_get_async(backend.get(), g->out, stage_out, 0, ggml_nbytes(g->out));
+    ggml_backend_tensor_get_async(backend.get(), g->out, stage_out, 0, sizeof(float)*block.n_embd*n_tokens);
     return true;
 }
 

@@ -19,20 +19,21 @@ struct moe_hot_pair {
     float   weight;
 };
 
-// The lane's graph of one block for n_rows pairs (rounded up) of n_tokens tokens. All that changes from call to call lies in one
-// region of device memory that one copy fills.
+// The lane's graph of one block for n_rows pairs of n_tokens tokens, both rounded up: few graphs serve all batches. All that
+// changes from call to call lies in one region of device memory that one copy fills.
 struct moe_device_graph {
     ggml_context_ptr ctx;
     ggml_cgraph * gf     = nullptr;
     ggml_tensor * region = nullptr; // I8, the whole input region
     ggml_tensor * out    = nullptr; // F32 [n_embd, n_tokens]
     int n_rows      = 0;
-    size_t n_x      = 0; // bytes of the activations, at the region's start
+    int n_tokens    = 0;
     size_t off_rows = 0; // I32 [n_rows]: the pair's token
     size_t off_ids  = 0; // I32 [n_rows]: the pair's slot
     size_t off_pick = 0; // I32 [n_used*n_tokens]: the row of (token, k)
     size_t off_w    = 0; // F32 [n_used*n_tokens]: its weight, 0 if it is cold
     size_t off_wrow = 0; // F32 [n_rows]: weight of the pair's input (weight_before)
+    size_t off_x    = 0; // the activations, last: those of padding tokens need not be filled
     uint64_t generation = 0;
 };
 
@@ -40,11 +41,11 @@ using moe_device_graphs = std::map<uint32_t, std::unique_ptr<moe_device_graph>>;
 
 class moe_device_lane {
 public:
-    // x_cols: floats from one token's activations to the next in the caller's memory
     moe_device_lane(ggml_backend_dev_t dev, int max_tokens);
 
     bool init(std::string & error);
 
+    // x_cols, here and below: floats from one token's activations to the next in the caller's memory
     // does the device support the block's graph? `error` names the first operation that it does not
     bool supports(const moe_block & block, int x_cols, std::string & error) const;
 
@@ -66,6 +67,7 @@ public:
 
 private:
     int  round_rows(const moe_block & block, int n_pairs) const;
+    int  round_tokens(int n_tokens) const;
     bool per_row_ids(const moe_block & block) const;
     moe_device_graph * graph(const moe_block & block, const moe_tensors & slots, moe_device_graphs & graphs, int n_rows, int n_tokens, int x_cols);
     std::unique_ptr<moe_device_graph> build(const moe_block & block, const moe_tensors & slots, int n_rows, int n_tokens, int x_cols) const;
