@@ -401,7 +401,9 @@ def run(soak: Soak) -> list[str]:
             wrong = soak.check(noise, step, soak.move)
             failures += [f"step {step}: {w}" for w in wrong]
             if step % (10 * args.check_every) == 0 or wrong:
-                print(f"step {step}: {'; '.join(wrong) or 'ok'} ({time.perf_counter() - start:.0f} s)", flush=True)
+                sizes = ", ".join(f"{name} {size:.0f}" for name, size in soak.sizes().items())
+                seconds = time.perf_counter() - start
+                print(f"step {step}: {'; '.join(wrong) or 'ok'} ({seconds:.0f} s; {sizes})", flush=True)
         if args.seconds and time.perf_counter() - start > args.seconds:
             print(f"stopped after {args.seconds:g} s", flush=True)
             break

@@ -66,6 +66,7 @@ class Family:
     blocks: int = 1  # calls of build_moe_ffn per MoE layer
     groups: tuple[int, int] = (1, 1)  # expert groups, groups used
     down_scale: bool = False  # per-expert scale on down (ffn_down_exps.scale)
+    repeats: bool = False  # a token may choose an expert twice: wrong in upstream's batched CUDA kernels
     recurrent: bool = False
 
 
@@ -559,7 +560,7 @@ FAMILIES: dict[str, Family] = {
         Family("gemma4", "gemma4", build_gemma4, gate="gelu", merged=True),
         Family("gemma4-scale", "gemma4", build_gemma4, gate="gelu", merged=True, down_scale=True),
         Family("llama4", "llama4", build_llama4, n_used=1, n_layer=4, moe_layers=(1, 3)),
-        Family("grovemoe", "grovemoe", build_grovemoe, n_used=3, blocks=2),
+        Family("grovemoe", "grovemoe", build_grovemoe, n_used=3, blocks=2, repeats=True),
         Family("smallthinker", "smallthinker", build_smallthinker, gate="relu"),
         Family("nemotron_h_moe", "nemotron_h_moe", build_nemotron_h_moe, gate="relu_sqr", n_layer=4, moe_layers=(2, 3),
                hybrid=False, fallback="gate", recurrent=True),

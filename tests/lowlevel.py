@@ -264,6 +264,7 @@ def selection_gaps(tensors: dict[str, list[Array]], il: int, n_used: int, groups
     Where the gap is within rounding noise, two correct executions may choose differently, and the logits of that token
     then differ by O(1): leave such tokens out of a comparison."""
     scores = next(tensors[key][0] for name in SELECTION_SCORES if (key := f"{name}-{il}") in tensors)
+    scores = scores.reshape(-1, scores.shape[-1])  # a single token has no dimension of its own
     ordered = -np.sort(-scores, axis=1)
     gaps: Array = ordered[:, n_used - 1] - ordered[:, n_used]
     n_group, n_group_used = groups

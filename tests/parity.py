@@ -112,6 +112,7 @@ def compare_routing(a: Capture, b: Capture, n_tokens: int, family: Family) -> tu
         new = same & ~equal
         if new.any():
             scores = next(a.tensors[key][0] for s in SELECTION_SCORES if (key := f"{s}-{il}") in a.tensors)
+            scores = scores.reshape(n_tokens, -1)
             spread = np.nanstd(np.where(np.isfinite(scores), scores, np.nan), axis=1)
             gaps = selection_gaps(a.tensors, il, family.n_used, family.groups) / spread
             tie = max(tie, float(gaps[new].max()))

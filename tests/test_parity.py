@@ -68,7 +68,9 @@ def tolerances(path: Path, name: str, expert_type: str, device: native.Device) -
         make_context(on_host, cb=Capture(*CAPTURED)) as a,
         make_context(on_device, cb=Capture(*CAPTURED)) as b,
     ):
-        own = [difference(a, b, tokens(n, seed), FAMILIES[name]) for n in WIDTHS for seed in range(3)]
+        family = FAMILIES[name]
+        widths = [n for n in WIDTHS if n <= 4] if family.repeats else WIDTHS  # wider ones are wrong on the device
+        own = [difference(a, b, tokens(n, seed), family) for n in widths for seed in range(3)]
     return 2 * max(d.op for d in own) + 1e-5, 2 * max(d.logits for d in own) + 1e-5
 
 
@@ -81,11 +83,13 @@ def check(root: Path, name: str, expert_type: str, down_type: str, n_ff: int) ->
         rows = p.experts.rows()
         assert len(rows) == len(p.family.moe_layers) * p.family.blocks
         assert all(r.hybrid for r in rows), [r.fallback for r in rows]
-        logit_limit = max(logit_limit, *(2 * p.upstream_noise(tokens(n)) for n in WIDTHS))
+        # From 32 tokens on, upstream computes host experts on a GPU (op_offload): there it is no reference for repeated ids.
+        widths = [n for n in WIDTHS if n < 32] if p.family.repeats and device.kind != "cpu" else WIDTHS
+        logit_limit = max(logit_limit, *(2 * p.upstream_noise(tokens(n)) for n in widths))
         for share in SHARES:
             p.fill(share)
             n_hot = n_cold = n_rerouted = 0
-            for n in WIDTHS:
+            for n in widths:
                 d = p.compare(tokens(n))
                 n_hot, n_cold, n_rerouted = n_hot + d.n_hot, n_cold + d.n_cold, n_rerouted + d.n_rerouted
                 assert d.tie <= tie_limit, f"share {share}, {n} tokens: other experts {d.tie:.1e} away from a tie"
