@@ -29,7 +29,11 @@ def require_patched() -> None:
         import llama_cpp
 
         patched = hasattr(llama_cpp.llama_cpp._lib, "llama_moe_attach")
-    except (ImportError, OSError, RuntimeError) as error:  # llama_cpp raises the others for a library that does not load
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+    ) as error:  # llama_cpp raises the others for a library that does not load
         raise ImportError(
             "moespac_llamacpp needs its patched build of llama-cpp-python, and none can be imported "
             f"({error}): run `python scripts/build_llama.py` in the project's folder."

@@ -67,7 +67,9 @@ class Recorder:
             self._ids.append(np.full(shape, np.iinfo(self.dtype).max, self.dtype))
             self._weights.append(np.zeros(shape, np.float32))
         if n != len(self._ids[-1]):
-            raise ValueError(f"row {row} saw {n} tokens, the first row {len(self._ids[-1])}: ask for the logits of all tokens")
+            raise ValueError(
+                f"row {row} saw {n} tokens, the first row {len(self._ids[-1])}: ask for the logits of all tokens"
+            )
         self._ids[-1][:, self.index[row], :k] = ids
         self._weights[-1][:, self.index[row], :k] = weights
 
