@@ -34,7 +34,8 @@ class Residency:
 
     def resident(self) -> NDArray[np.bool_]:
         """bool [n_rows, n_expert]: resident or on the way."""
-        return self.experts.states_table() != native.COLD
+        table: NDArray[np.bool_] = self.experts.states_table() != native.COLD
+        return table
 
     def step(self, *, wait: bool = False) -> int:
         """Observes the last decode and starts moves; returns how many. Uploads that have landed become visible.
