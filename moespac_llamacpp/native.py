@@ -126,6 +126,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "llama_moe_residency_table": (_int32, [_void_p, ctypes.POINTER(ctypes.c_uint8)]),
     "llama_moe_counts": (ctypes.POINTER(_int32), [_void_p]),
     "llama_moe_set_router_callback": (_int32, [_void_p, _ROUTER_CALLBACK, _void_p]),
+    "llama_moe_choices": (ctypes.POINTER(_int32), [_void_p, _int32, ctypes.POINTER(_int32), ctypes.POINTER(_int32)]),
     "llama_moe_perf": (_int32, [_void_p, _int32, ctypes.POINTER(_PerfData)]),
     "llama_moe_perf_reset": (_int32, [_void_p, ctypes.c_bool]),
     "llama_moe_graph_stats": (None, [_void_p, ctypes.POINTER(_int64), ctypes.POINTER(_int64)]),
@@ -397,6 +398,17 @@ class Experts:
         if not pointer:
             raise MoeError(-2, _f["llama_moe_error"]().decode())
         return np.ctypeslib.as_array(pointer, shape=(self.n_rows, self.n_expert))
+
+    def choices(self) -> list[NDArray[np.int32]]:
+        """Experts that each token of the last decode chose, per ubatch int32 [n_rows, n_tokens, n_expert_used].
+
+        In router rank order; -1: not computed (rows without experts, or tokens that the model's last layer leaves out). Views
+        of native memory, valid until the next decode. Waits for a decode in flight."""
+        n_tokens, n_used = _int32(), _int32()
+        found: list[NDArray[np.int32]] = []
+        while pointer := _f["llama_moe_choices"](self._ctx, len(found), ctypes.byref(n_tokens), ctypes.byref(n_used)):
+            found.append(np.ctypeslib.as_array(pointer, shape=(self.n_rows, n_tokens.value, n_used.value)))
+        return found
 
     def set_router_callback(self, callback: RouterCallback | None) -> None:
         """callback(row, ids, weights) for every row and ubatch once a decode is synchronised, in the caller's thread.

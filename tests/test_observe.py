@@ -98,6 +98,23 @@ class Listener:
 
 
 @MOE
+@pytest.mark.parametrize("n", [9, 40])
+def test_choices_are_the_ids_of_every_token(attach: Callable[..., Attached], family: Family, n: int) -> None:
+    """Hybrid (9 tokens) and upstream's path in several ubatches (40)."""
+    routed = Routed(attach, family, n_ubatch=16)
+    routed.fill()
+    routed.decode(n)
+    choices = np.concatenate(routed.experts.choices(), axis=1)
+    assert choices.shape[:2] == (routed.experts.n_rows, n)
+    for row in routed.rows:
+        ids, _ = routed.choice(row)
+        assert (choices[row.row, :, : row.n_expert_used] == ids).all()
+    routed.decode(1)
+    (last,) = routed.experts.choices()
+    assert last.shape[1] == 1
+
+
+@MOE
 def test_counts_are_the_routers_choices_for_every_family(family: Family, attach: Callable[..., Attached]) -> None:
     """Single tokens and verify widths (hybrid), a prompt over several ubatches (upstream's path), and one whose last ubatch is
     small enough to run hybrid."""

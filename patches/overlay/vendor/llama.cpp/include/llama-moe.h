@@ -129,6 +129,9 @@ extern "C" {
     // valid, and its numbers until the next decode, while the feature is attached. NULL: not attached.
     // Most models compute their last layer only for tokens whose logits were asked for: its row counts those tokens alone.
     LLAMA_API const int32_t * llama_moe_counts(struct llama_context * ctx);
+    // The experts that each token of the last decode chose, one ubatch (0, 1, ...) at a time: [n_rows][n_tokens][n_expert_used] with
+    // the sizes written to the pointers, -1: not computed. Waits for the decode; valid until the next one. NULL: no such ubatch.
+    LLAMA_API const int32_t * llama_moe_choices(struct llama_context * ctx, int32_t ubatch, int32_t * n_tokens, int32_t * n_expert_used);
     // Called for every row of every ubatch when a decode has been synchronised; NULL ends it.
     LLAMA_API int32_t llama_moe_set_router_callback(struct llama_context * ctx, llama_moe_router_callback callback, void * user_data);
 

@@ -263,6 +263,19 @@ const int32_t * llama_moe_counts(llama_context * ctx) {
     return st->log.counts.data();
 }
 
+const int32_t * llama_moe_choices(llama_context * ctx, int32_t ubatch, int32_t * n_tokens, int32_t * n_expert_used) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        not_attached();
+        return nullptr;
+    }
+    if (st->in_flight) {
+        llama_synchronize(ctx);
+    }
+    *n_expert_used = st->log.n_used;
+    return st->log.choices(ubatch, *n_tokens);
+}
+
 int32_t llama_moe_set_router_callback(llama_context * ctx, llama_moe_router_callback callback, void * user_data) {
     llama_moe_state * st = state_of(ctx);
     if (!st) {

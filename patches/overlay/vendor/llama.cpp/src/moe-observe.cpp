@@ -146,6 +146,14 @@ void moe_router_log::end_ubatch(const std::vector<bool> & upstream, const std::v
     }
 }
 
+const int32_t * moe_router_log::choices(int ubatch, int & n_tokens) const {
+    if (ubatch < 0 || ubatch >= (int) segments.size()) {
+        return nullptr;
+    }
+    n_tokens = segments[ubatch].n_tokens;
+    return host_ids + segments[ubatch].first;
+}
+
 void moe_router_log::fold(const std::vector<int> & n_used_of_row, const std::vector<bool> & cropped, llama_moe_router_callback callback, void * user_data) {
     std::vector<int32_t> ids_of_row;
     std::vector<float>   weights_of_row;

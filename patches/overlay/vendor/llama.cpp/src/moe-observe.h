@@ -37,6 +37,9 @@ struct moe_router_log {
     // counts and callbacks of all ubatches that came since the last fold; the decode must have been synchronised
     void fold(const std::vector<int> & n_used_of_row, const std::vector<bool> & cropped, llama_moe_router_callback callback, void * user_data);
 
+    // ids of a whole ubatch of the last decode, [n_rows][n_tokens][n_used]; null if there was no such ubatch
+    const int32_t * choices(int ubatch, int & n_tokens) const;
+
     int n_rows   = 0;
     int n_used   = 0; // largest of any row: the stride of the log
     int n_expert = 0;
