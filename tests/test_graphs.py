@@ -384,3 +384,12 @@ def test_an_adapter_is_never_left_out(twin: Twin, tmp_path: Path, what: str) -> 
     twin.close()
     twin.ctx.close()
     llama_cpp.llama_adapter_lora_free(adapter)
+
+
+def test_the_graph_counters_do_not_depend_on_upstreams(twin: Twin) -> None:
+    for _ in range(3):
+        twin.step(4)
+    before = (twin.reused, twin.built)
+    llama_cpp.llama_perf_context_reset(twin.ctx.ptr)
+    twin.step(4)
+    assert (twin.reused, twin.built) == (before[0] + 1, before[1])

@@ -476,6 +476,24 @@ def test_generation_goes_on_when_every_load_is_refused(twin: Twin) -> None:
         twin.step((1, 9, 1, 33)[step])
 
 
+def test_slots_shrink_where_there_is_no_room_for_both(moetest: TestDevice, twin: Twin) -> None:
+    """A full device is the normal state: the old memory goes first, and the residents come back as uploads."""
+    twin.fill(4, 0, 1, 2, 3)
+    twin.step()
+    moetest.set_fail_alloc_after(moetest.count().alloc_now)
+    twin.experts.set_slots(twin.slots(3))
+    for row in twin.rows:
+        states = twin.experts.states(row)
+        assert states[3] == COLD and (states[:3] != COLD).all()
+        twin.published[row] = set()
+    twin.experts.sync()
+    twin.experts.publish()
+    for row in twin.rows:
+        twin.published[row] = {0, 1, 2}
+    assert twin.step(32).n_hot_pairs > 0
+    moetest.set_fail_alloc_after(-1)
+
+
 @pytest.mark.parametrize("n", [1, 9])
 def test_a_failing_device_ends_the_decode_with_a_sentence_and_the_next_runs_on_the_cpu(
     moetest: TestDevice, device: native.Device, twin: Twin, n: int
@@ -492,10 +510,13 @@ def test_a_failing_device_ends_the_decode_with_a_sentence_and_the_next_runs_on_t
         twin.published[row] = set()  # still in the slots, but nothing is computed there any more
     for width in (n, 1, 9, 33, 32):
         assert twin.step(width).n_hot_pairs == 0
+    # and whoever asks is told, instead of moving experts that nobody computes
     twin.evict(3)
-    twin.load(3)
-    twin.experts.sync()
-    assert twin.experts.publish() == 2
+    for row in twin.rows:
+        with pytest.raises(native.MoeError, match="the device lane failed") as failed:
+            twin.experts.load(row, 3)
+        assert failed.value.status == "FAILED"
+        assert not twin.experts.row(row).hybrid and "the device lane failed" in twin.experts.row(row).fallback
     twin.step()
     twin.experts.detach()
     twin.experts = native.Experts(twin.ctx.ptr, device)

@@ -220,6 +220,40 @@ def test_a_warm_up_counts_nothing(attach: Callable[..., Attached]) -> None:
     assert not routed.experts.counts().any()
 
 
+def test_choices_of_a_cropped_layer_stand_with_their_tokens(attach: Callable[..., Attached]) -> None:
+    """Only the last token's logits are wanted: the last layer computes that one alone, and the others read as not computed."""
+    for experts in ({}, {"max_batch_tokens": 2}):  # hybrid, upstream's path
+        routed = Routed(attach, FAMILIES["qwen3moe"], experts=experts)
+        routed.decode(4, outputs="last")
+        (choices,) = routed.experts.choices()
+        first, last = routed.rows
+        assert (choices[first.row] >= 0).all()
+        assert (choices[last.row, :3] == -1).all()
+        ids, _ = routed.choice(last)
+        assert (choices[last.row, 3] == ids[0]).all()
+
+
+def test_a_warm_up_is_not_heard(attach: Callable[..., Attached]) -> None:
+    routed = Routed(attach, FAMILIES["qwen3moe"])
+    heard = Listener()
+    routed.experts.set_router_callback(heard)
+    llama_cpp.llama_set_warmup(routed.ctx.ptr, True)
+    decode(routed.ctx, TOKENS[:2])
+    llama_cpp.llama_set_warmup(routed.ctx.ptr, False)
+    assert not heard.heard
+    routed.experts.set_router_callback(None)
+
+
+@pytest.mark.parametrize(("n_seq_max", "n_ubatch"), [(3, 64), (5, 2)])
+def test_a_number_of_sequences_that_does_not_divide_the_ubatch(
+    attach: Callable[..., Attached], n_seq_max: int, n_ubatch: int
+) -> None:
+    """A reserve rounds the ubatch up to a multiple of the sequences; the device's log must hold that."""
+    routed = Routed(attach, FAMILIES["qwen3moe"], n_seq_max=n_seq_max, n_ubatch=n_ubatch, kv_unified=True)
+    routed.decode(9)
+    routed.check_counts()
+
+
 # --- router callback --------------------------------------------------------------------------------------------------
 
 

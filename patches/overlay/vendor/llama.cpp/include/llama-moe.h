@@ -7,8 +7,8 @@
 // The caller decides which experts are resident: it starts uploads (load), drops experts (evict) and makes finished uploads
 // visible (publish), always between two decodes.
 //
-// Rows. Everything is indexed by `row`. Row il < n_layer is the MoE block of layer il (a dense layer has an empty row); if a
-// layer has a second MoE block (GroveMoE), that one has a row of its own >= n_layer. A row that cannot run hybrid takes
+// Rows. Everything is indexed by `row`. Row il is the MoE block of layer il, MTP layers included (a dense layer has an empty row);
+// if a layer has a second MoE block (GroveMoE), that one has a row of its own after all layers. A row that cannot run hybrid takes
 // upstream's path and says why (llama_moe_row_info::fallback).
 //
 // Threads. As for the rest of the API, a context belongs to one thread at a time. Between llama_decode and llama_synchronize
@@ -41,12 +41,12 @@ extern "C" {
         LLAMA_MOE_NO_FREE_SLOT      = -10,
         LLAMA_MOE_NOT_RESIDENT      = -11,
         LLAMA_MOE_IN_FLIGHT         = -12, // a decode is in flight: call llama_synchronize first
-        LLAMA_MOE_FAILED            = -13, // the device lane or the scheduler failed
+        LLAMA_MOE_FAILED            = -13, // the device lane failed (everything is computed on the CPU then), or attaching did
     };
 
     struct llama_moe_params {
         ggml_backend_dev_t device;  // where the slots live; NULL: the first GPU, else a second instance of the CPU backend
-        int32_t max_batch_tokens;   // batches of up to this many tokens run hybrid, larger ones take upstream's path
+        int32_t max_batch_tokens;   // 1 to 512: batches of up to this many tokens run hybrid, larger ones take upstream's path
         bool    own_kernels;        // cold lane: our multi-column kernels where they exist, else ggml's vec_dot
         bool    cache_graphs;       // keep one graph (and its compute buffers) per batch width, so that a change costs nothing
         bool    perf;               // take times; counters of pairs and experts are always taken
@@ -107,9 +107,10 @@ extern "C" {
     LLAMA_API int32_t llama_moe_row     (const struct llama_context * ctx, int32_t row, struct llama_moe_row_info * info);
 
     // n_slots[n_rows]; 0 for rows that are empty or not hybrid. Residents whose slot number is still there stay; the others are
-    // evicted. A row whose memory could not be had keeps what it had; the rest is done.
+    // evicted. Without room for both, the old slots of a row that shrinks go first and its residents are uploaded again. A row that
+    // cannot grow keeps what it had; the rest is done.
     LLAMA_API int32_t llama_moe_set_slots(struct llama_context * ctx, const int32_t * n_slots);
-    // Bytes that slots and the lane's buffers take on the device now.
+    // Bytes that slots, the lane's buffers and the graphs kept per width take on the device now.
     LLAMA_API int64_t llama_moe_device_bytes(const struct llama_context * ctx);
 
     // Starts an upload into a free slot and returns at once. The expert stays cold until a publish after the upload landed.

@@ -29,6 +29,8 @@ static int32_t in_flight() {
     return fail(LLAMA_MOE_IN_FLIGHT, "a decode is in flight: call llama_synchronize (or read its logits) first");
 }
 
+static const char * const DEVICE_FAILED = "the device lane failed: all experts are computed on the CPU (detach and attach to try the device again)";
+
 // the layer of a row that can have slots, or null with the status set
 static moe_layer * hybrid_layer(llama_moe_state & st, int32_t row, int32_t expert, int32_t & status) {
     moe_layer * l = st.layer(row);
@@ -135,9 +137,9 @@ int32_t llama_moe_row(const llama_context * ctx, int32_t row, llama_moe_row_info
         info->n_expert_used = l->block.n_used;
         info->n_slots       = (int32_t) l->slots.slots.size();
         info->expert_bytes  = (int64_t) l->block.expert_bytes();
-        info->hybrid        = l->fallback_now.empty();
+        info->hybrid        = l->fallback_now.empty() && !st->device_failed;
         info->pinned        = l->pinned;
-        info->fallback      = l->fallback_now.c_str();
+        info->fallback      = l->fallback_now.empty() && st->device_failed ? DEVICE_FAILED : l->fallback_now.c_str();
         info->kernel        = l->kernels.c_str();
     }
     return LLAMA_MOE_OK;
@@ -170,6 +172,9 @@ int32_t llama_moe_load(llama_context * ctx, int32_t row, int32_t expert) {
     moe_layer * l = hybrid_layer(*st, row, expert, status);
     if (!l) {
         return status;
+    }
+    if (st->device_failed) {
+        return fail(LLAMA_MOE_FAILED, DEVICE_FAILED);
     }
     status = st->residency->load(l->block, l->slots, expert);
     switch (status) {
@@ -317,15 +322,18 @@ int32_t llama_moe_perf_reset(llama_context * ctx, bool take_times) {
 
 void llama_moe_graph_stats(const llama_context * ctx, int64_t * n_reused, int64_t * n_built) {
     const llama_moe_state * st = state_of(ctx);
-    *n_reused = st ? st->n_reused() : 0;
+    *n_reused = st ? st->n_reused : 0;
     *n_built  = st ? st->n_ubatches - *n_reused : 0;
 }
 
 void llama_moe_host_bytes(const llama_context * ctx, int64_t * total, int64_t * pinned) {
     const llama_moe_state * st = state_of(ctx);
     *total = *pinned = 0;
-    for (const auto * l : st ? st->rows : std::vector<moe_layer *>()) {
-        if (l && l->block.hybrid()) {
+    if (!st) {
+        return;
+    }
+    for (const auto & l : st->layers) {
+        if (l->block.hybrid()) {
             const int64_t n = (int64_t) l->block.n_expert*l->block.expert_bytes();
             *total  += n;
             *pinned += l->pinned ? n : 0;

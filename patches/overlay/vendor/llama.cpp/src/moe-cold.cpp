@@ -21,7 +21,7 @@ void moe_barrier::wait(int n_threads) {
     }
     for (int spin = 0; generation.load(std::memory_order_acquire) == gen; spin++) {
         moe_cpu_relax();
-        if (spin > 4000) { // about 0.2 ms: somebody was preempted
+        if (spin > 4000) { // about 0.2 ms on x86: somebody was preempted
             std::this_thread::yield();
         }
     }

@@ -14,6 +14,8 @@
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
 static inline void moe_cpu_relax() { _mm_pause(); }
+#elif defined(__aarch64__)
+static inline void moe_cpu_relax() { asm volatile("yield"); }
 #else
 static inline void moe_cpu_relax() {}
 #endif

@@ -41,20 +41,42 @@ bool moe_graph_cache::create(entry & e) {
     return ok;
 }
 
+size_t moe_graph_cache::device_bytes(ggml_backend_dev_t dev) const {
+    size_t n = 0;
+    for (const auto & e : entries) {
+        ggml_backend_sched_t sched = e.get() == current ? ctx.sched.get() : e->sched.get();
+        for (ggml_backend_t b : ctx.backend_ptrs) {
+            n += sched && ggml_backend_get_device(b) == dev ? ggml_backend_sched_get_buffer_size(sched, b) : 0;
+        }
+    }
+    return n;
+}
+
 void moe_graph_cache::select(int n_tokens) {
+    clock++;
     if (current && current->n_tokens == n_tokens) {
-        current->last_use = ++clock;
+        current->last_use = clock;
         return;
     }
     restore();
-    // pipeline parallelism keeps several copies in flight: there upstream's one graph stays
-    if (n_tokens > max_tokens || !ctx.memory || ctx.cparams.pipeline_parallel) {
+    // what graph_reserve makes of the width; a graph over the limit would be one of upstream's path. Pipeline parallelism keeps
+    // several copies in flight: there upstream's one graph stays.
+    const int n_streams = ctx.cparams.kv_unified ? 1 : (int) ctx.cparams.n_seq_max;
+    const int n_reserve = (n_tokens + n_streams - 1)/n_streams*n_streams;
+    if (n_reserve > max_tokens || !ctx.memory || ctx.cparams.pipeline_parallel) {
         return;
     }
     auto it = std::find_if(entries.begin(), entries.end(), [&](const auto & e) { return e->n_tokens == n_tokens; });
     if (it == entries.end()) {
         if (entries.size() >= MAX_WIDTHS) {
-            entries.erase(std::min_element(entries.begin(), entries.end(), [](const auto & a, const auto & b) { return a->last_use < b->last_use; }));
+            auto oldest = std::min_element(entries.begin(), entries.end(), [](const auto & a, const auto & b) { return a->last_use < b->last_use; });
+            if (clock - (*oldest)->last_use < MIN_IDLE) {
+                return; // more widths in use than are kept: making graphs anew would cost more than sharing the context's own
+            }
+            if ((*oldest)->sched) {
+                ggml_backend_sched_synchronize((*oldest)->sched.get());
+            }
+            entries.erase(oldest);
         }
         auto e = std::make_unique<entry>();
         e->n_tokens = n_tokens;
@@ -62,7 +84,7 @@ void moe_graph_cache::select(int n_tokens) {
         entries.push_back(std::move(e));
         it = entries.end() - 1;
     }
-    (*it)->last_use = ++clock;
+    (*it)->last_use = clock;
     if (!(*it)->failed) {
         current = it->get();
         swap(*current);

@@ -22,7 +22,7 @@ public:
     void select(int n_tokens); // swaps in the width's graph; the context's own for widths over the limit
     void restore();            // the context's own graph
     void clear();              // restores and frees all others
-    size_t n_widths() const { return entries.size(); }
+    size_t device_bytes(ggml_backend_dev_t dev) const; // compute buffers of all widths but the context's own
 
 private:
     struct entry {
@@ -38,7 +38,8 @@ private:
     void swap(entry & e);
     bool create(entry & e);
 
-    static constexpr size_t MAX_WIDTHS = 16;
+    static constexpr size_t   MAX_WIDTHS = 16;
+    static constexpr uint64_t MIN_IDLE   = 64; // selections: a width that was used since then is not dropped for another one
 
     llama_context & ctx;
     int      max_tokens;

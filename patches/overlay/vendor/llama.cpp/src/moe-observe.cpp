@@ -84,19 +84,23 @@ ggml_tensor * moe_router_log::copy_weights(ggml_context * ctx, int row, ggml_ten
 
 void moe_router_log::begin_decode() {
     segments.clear();
+    has_output.clear();
     n_folded = 0;
     used     = 0;
     full     = false;
     std::fill(counts.begin(), counts.end(), 0);
 }
 
-void moe_router_log::begin_ubatch(int n_tokens) {
+void moe_router_log::begin_ubatch(int n_tokens, const int8_t * outputs) {
     const size_t n = (size_t) n_rows*n_tokens*n_used;
     full = used + n > capacity;
     if (full) {
         return;
     }
-    segments.push_back({ n_tokens, n_tokens, used });
+    segments.push_back({ n_tokens, n_tokens, used, has_output.size(), false });
+    for (int t = 0; t < n_tokens; t++) {
+        has_output.push_back(outputs ? outputs[t] : 1);
+    }
     std::fill(host_ids + used, host_ids + used + n, -1);
     used += n;
 }
@@ -115,6 +119,7 @@ void moe_router_log::end_ubatch(const std::vector<bool> & upstream, const std::v
         return;
     }
     segments.back().n_outputs = n_outputs;
+    segments.back().complete  = true;
     const int n_tokens = segments.back().n_tokens;
     for (auto & d : logs) {
         ggml_backend_t backend = nullptr;
@@ -154,11 +159,42 @@ const int32_t * moe_router_log::choices(int ubatch, int & n_tokens) const {
     return host_ids + segments[ubatch].first;
 }
 
+// [n_tokens][n_used] with the log's stride, k of them used
+static void call(llama_moe_router_callback callback, void * user_data, int row, int n_tokens, int k, int n_used, const int32_t * ids, const float * weights) {
+    if (k == n_used) {
+        callback(user_data, row, n_tokens, k, ids, weights);
+        return;
+    }
+    std::vector<int32_t> i((size_t) n_tokens*k);
+    std::vector<float>   w((size_t) n_tokens*k);
+    for (int t = 0; t < n_tokens; t++) {
+        std::copy_n(ids     + (size_t) t*n_used, k, i.begin() + (size_t) t*k);
+        std::copy_n(weights + (size_t) t*n_used, k, w.begin() + (size_t) t*k);
+    }
+    callback(user_data, row, n_tokens, k, i.data(), w.data());
+}
+
+// A cropped row's n entries stand at the front: moves each to its token. Entry j is the j-th token with an output, so j <= t.
+void moe_router_log::spread_cropped(const segment & s, int row, int n) {
+    int32_t * e = host_ids     + s.first + (size_t) row*s.n_tokens*n_used;
+    float   * w = host_weights + s.first + (size_t) row*s.n_tokens*n_used;
+    for (int t = s.n_tokens - 1, j = n - 1; t >= 0; t--) {
+        if (has_output[s.first_output + t] && j >= 0) {
+            std::copy_n(e + (size_t) j*n_used, n_used, e + (size_t) t*n_used);
+            std::copy_n(w + (size_t) j*n_used, n_used, w + (size_t) t*n_used);
+            j--;
+        } else {
+            std::fill_n(e + (size_t) t*n_used, n_used, -1);
+        }
+    }
+}
+
 void moe_router_log::fold(const std::vector<int> & n_used_of_row, const std::vector<bool> & cropped, llama_moe_router_callback callback, void * user_data) {
-    std::vector<int32_t> ids_of_row;
-    std::vector<float>   weights_of_row;
     for (; n_folded < segments.size(); n_folded++) {
         const segment & s = segments[n_folded];
+        if (!s.complete) {
+            continue;
+        }
         for (int row = 0; row < n_rows; row++) {
             const int k = n_used_of_row[row];
             const int n = cropped[row] ? std::min(s.n_outputs, s.n_tokens) : s.n_tokens;
@@ -176,20 +212,13 @@ void moe_router_log::fold(const std::vector<int> & n_used_of_row, const std::vec
                     }
                 }
             }
-            if (!callback) {
-                continue;
+            if (callback) {
+                call(callback, user_data, row, n, k, n_used, e, w);
             }
-            if (k == n_used) {
-                callback(user_data, row, n, k, e, w);
-                continue;
+            if (n < s.n_tokens) {
+                spread_cropped(s, row, n);
             }
-            ids_of_row.resize((size_t) n*k);
-            weights_of_row.resize((size_t) n*k);
-            for (int t = 0; t < n; t++) {
-                std::copy_n(e + (size_t) t*n_used, k, ids_of_row.begin()     + (size_t) t*k);
-                std::copy_n(w + (size_t) t*n_used, k, weights_of_row.begin() + (size_t) t*k);
-            }
-            callback(user_data, row, n, k, ids_of_row.data(), weights_of_row.data());
         }
     }
 }
+

@@ -20,7 +20,7 @@ struct moe_router_log {
 
     // per decode, per ubatch
     void begin_decode();
-    void begin_ubatch(int n_tokens);
+    void begin_ubatch(int n_tokens, const int8_t * has_output); // has_output[n_tokens]: the token's logits are wanted; may be null
     // fetches what the rows in `upstream` have written on their devices; `cropped` rows have n_outputs entries, not n_tokens
     void end_ubatch(const std::vector<bool> & upstream, const std::vector<bool> & cropped, int n_outputs,
                     const std::vector<ggml_backend_t> & backends, bool weights);
@@ -57,7 +57,9 @@ private:
     struct segment {
         int    n_tokens;
         int    n_outputs;
-        size_t first; // entry of (row 0, token 0)
+        size_t first;          // entry of (row 0, token 0)
+        size_t first_output;   // where its tokens' flags begin in has_output
+        bool   complete;       // it was computed, and by graphs that record (not a warm-up)
     };
 
     size_t device_offset(const device_log & d, int row, int n_tokens) const; // entries
@@ -72,6 +74,9 @@ private:
     size_t capacity = 0; // entries
     size_t used     = 0;
     bool   full     = false;
+    void spread_cropped(const segment & s, int row, int n);
+
     std::vector<segment> segments;
+    std::vector<int8_t>  has_output; // of all ubatches
     size_t n_folded = 0;
 };

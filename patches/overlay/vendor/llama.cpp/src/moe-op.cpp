@@ -9,7 +9,7 @@
 #include <chrono>
 #include <cstring>
 
-// where the op finds what the router chose: three tensors, or one packed [n_embd + 2*n_used, n_tokens] (see moe_pack_inputs)
+// where the op finds what the router chose: three tensors, or one packed [n_embd + 2*n_used, n_tokens] (see pack_inputs)
 struct moe_op_inputs {
     const char * x;
     size_t       x_stride;

@@ -50,6 +50,53 @@ static void copy_slices(const moe_tensors & from, const moe_tensors & to, int i)
     }
 }
 
+namespace {
+
+// memory for n slots of a block; no buffer if there is none (or n is 0)
+struct new_slots {
+    new_slots(const moe_block & block, int n, ggml_backend_dev_t dev);
+
+    ggml_context_ptr        ctx;
+    ggml_backend_buffer_ptr buf;
+    moe_tensors             tensors = {};
+};
+
+new_slots::new_slots(const moe_block & block, int n, ggml_backend_dev_t dev) {
+    if (n == 0) {
+        return;
+    }
+    ctx.reset(ggml_init({ ggml_tensor_overhead()*MOE_N_PARTS, nullptr, true }));
+    for (int p = 0; p < MOE_N_PARTS; p++) {
+        if (const ggml_tensor * h = block.host[p]) {
+            tensors[p] = p >= MOE_GATE_B ? ggml_new_tensor_2d(ctx.get(), h->type, h->ne[0], n)
+                                         : ggml_new_tensor_3d(ctx.get(), h->type, h->ne[0], h->ne[1], n);
+            ggml_format_name(tensors[p], "moe_slots-%d.%d", block.row, p);
+        }
+    }
+    buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_dev_buffer_type(dev)));
+    if (buf) {
+        // Kernels may read past a row's end up to their tile (multiplied by zero activations): no NaN may lie there.
+        ggml_backend_buffer_clear(buf.get(), 0);
+        ggml_backend_buffer_set_usage(buf.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    }
+}
+
+// puts the memory and what lies in it in place of the block's old slots
+void install(moe_slots & s, new_slots fresh, std::vector<moe_slots::slot> slots) {
+    std::fill(s.slot_of.begin(), s.slot_of.end(), -1);
+    for (size_t i = 0; i < slots.size(); i++) {
+        if (slots[i].state == moe_slots::PUBLISHED) {
+            s.slot_of[slots[i].expert] = (int32_t) i;
+        }
+    }
+    s.buf     = std::move(fresh.buf);
+    s.ctx     = std::move(fresh.ctx);
+    s.tensors = fresh.tensors;
+    s.slots   = std::move(slots);
+}
+
+} // namespace
+
 bool moe_residency::resize(const moe_block & block, moe_slots & s, int n, std::string & error) {
     std::unique_lock<std::mutex> lock(mutex);
     done.wait(lock, [this] { return queue.empty() && n_copying == 0; });
@@ -60,45 +107,45 @@ bool moe_residency::resize(const moe_block & block, moe_slots & s, int n, std::s
         return true;
     }
 
-    ggml_context_ptr        ctx;
-    ggml_backend_buffer_ptr buf;
-    moe_tensors             tensors = {};
-    if (n > 0) {
-        ctx.reset(ggml_init({ ggml_tensor_overhead()*MOE_N_PARTS, nullptr, true }));
-        for (int p = 0; p < MOE_N_PARTS; p++) {
-            if (const ggml_tensor * h = block.host[p]) {
-                tensors[p] = p >= MOE_GATE_B ? ggml_new_tensor_2d(ctx.get(), h->type, h->ne[0], n)
-                                             : ggml_new_tensor_3d(ctx.get(), h->type, h->ne[0], h->ne[1], n);
-                ggml_format_name(tensors[p], "moe_slots-%d.%d", block.row, p);
+    auto no_memory = [&] {
+        error = "no memory on " + std::string(ggml_backend_dev_name(dev)) + " for " + std::to_string(n) + " slots of row " +
+                std::to_string(block.row) + " (" + std::to_string(n*block.expert_bytes()) + " bytes)";
+        return false;
+    };
+    new_slots fresh(block, n, dev);
+    if (n > 0 && !fresh.buf) {
+        if (n > (int) s.slots.size()) {
+            return no_memory();
+        }
+        // It shrinks, but there is no room for both: the old memory goes first, and the residents come back as uploads.
+        std::vector<int32_t> again;
+        for (int i = 0; i < n; i++) {
+            if (s.slots[i].state == moe_slots::LANDED || s.slots[i].state == moe_slots::PUBLISHED) {
+                again.push_back(s.slots[i].expert);
             }
         }
-        buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_dev_buffer_type(dev)));
-        if (!buf) {
-            error = "no memory on " + std::string(ggml_backend_dev_name(dev)) + " for " + std::to_string(n) + " slots of row " +
-                    std::to_string(block.row) + " (" + std::to_string(n*block.expert_bytes()) + " bytes)";
-            return false;
+        install(s, new_slots(block, 0, dev), {});
+        fresh = new_slots(block, n, dev);
+        if (!fresh.buf) {
+            return no_memory();
         }
-        // Kernels may read past a row's end up to their tile (multiplied by zero activations): no NaN may lie there.
-        ggml_backend_buffer_clear(buf.get(), 0);
-        ggml_backend_buffer_set_usage(buf.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        install(s, std::move(fresh), std::vector<moe_slots::slot>(n));
+        for (size_t i = 0; i < again.size(); i++) {
+            s.slots[i] = { again[i], moe_slots::QUEUED };
+            queue.push_back({ &block, &s, (int) i });
+        }
+        work.notify_one();
+        return true;
     }
 
     std::vector<moe_slots::slot> slots(n);
-    std::fill(s.slot_of.begin(), s.slot_of.end(), -1);
     for (int i = 0; i < std::min(n, (int) s.slots.size()); i++) {
-        const moe_slots::slot & old = s.slots[i];
-        if (old.state == moe_slots::LANDED || old.state == moe_slots::PUBLISHED) {
-            copy_slices(s.tensors, tensors, i);
-            slots[i] = old;
-            if (old.state == moe_slots::PUBLISHED) {
-                s.slot_of[old.expert] = i;
-            }
+        if (s.slots[i].state == moe_slots::LANDED || s.slots[i].state == moe_slots::PUBLISHED) {
+            copy_slices(s.tensors, fresh.tensors, i);
+            slots[i] = s.slots[i];
         }
     }
-    s.buf     = std::move(buf);
-    s.ctx     = std::move(ctx);
-    s.tensors = tensors;
-    s.slots   = std::move(slots);
+    install(s, std::move(fresh), std::move(slots));
     return true;
 }
 
@@ -244,10 +291,16 @@ void moe_residency::run() {
             copy(j);
         }
         // Drivers spin while they wait, on a core that the cold lane needs: sleep through most of the time that it should take.
-        std::this_thread::sleep_for(std::chrono::microseconds((int64_t) (0.7*us_per_byte*n_bytes)));
+        // Short naps overshoot by more than they save; long ones would sleep on after a stall.
+        const int64_t nap = std::min((int64_t) (0.7*us_per_byte*n_bytes), (int64_t) 5000);
+        if (nap > 200) {
+            std::this_thread::sleep_for(std::chrono::microseconds(nap));
+        }
         ggml_backend_synchronize(backend.get());
         const double us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - t0).count();
-        us_per_byte = us_per_byte == 0 ? 0.5*us/n_bytes : 0.8*us_per_byte + 0.2*us/n_bytes;
+        // contains the nap, so an estimate that is too high falls by 30 % a batch; after a stall it rises by 25 % at most
+        const double spent = us/n_bytes;
+        us_per_byte = us_per_byte == 0 ? 0.5*spent : std::min(spent, 1.25*us_per_byte);
         lock.lock();
 
         for (const job & j : batch) {

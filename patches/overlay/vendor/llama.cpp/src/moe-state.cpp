@@ -172,14 +172,21 @@ int32_t llama_moe_state::attach(std::string & error) {
     }
 
     // one reserve with the hook listening: every architecture shows its blocks in the same way
-    const bool warmup = ctx.cparams.warmup;
-    ctx.cparams.warmup = false;
-    discovering = true;
-    new_epoch();
-    ctx.sched_need_reserve = true;
-    ctx.sched_reserve();
-    discovering = false;
-    ctx.cparams.warmup = warmup;
+    {
+        struct restore_t { // also if the reserve throws
+            llama_moe_state & st;
+            const bool warmup;
+            ~restore_t() {
+                st.discovering        = false;
+                st.ctx.cparams.warmup = warmup;
+            }
+        } restore{ *this, ctx.cparams.warmup };
+        ctx.cparams.warmup = false;
+        discovering = true;
+        new_epoch();
+        ctx.sched_need_reserve = true;
+        ctx.sched_reserve();
+    }
     if (layers.empty()) {
         error = "the model has no MoE layers";
         return LLAMA_MOE_NO_MOE_LAYERS;
@@ -232,15 +239,16 @@ int32_t llama_moe_state::attach(std::string & error) {
     next_of.resize(max_expert);
     hot.reserve((size_t) params.max_batch_tokens*max_used);
 
-    if (!log.init((int) rows.size(), max_used, max_expert, ctx.cparams.n_batch, ctx.cparams.n_ubatch, device->host_buft, devices, error)) {
+    // a reserve rounds the ubatch up to a multiple of the sequences
+    const int n_seqs   = (int) ctx.cparams.n_seq_max;
+    const int n_ubatch = (std::max((int) ctx.cparams.n_ubatch, n_seqs) + n_seqs - 1)/n_seqs*n_seqs;
+    if (!log.init((int) rows.size(), max_used, max_expert, ctx.cparams.n_batch, n_ubatch, device->host_buft, devices, error)) {
         return LLAMA_MOE_NO_DEVICE_MEMORY;
     }
     residency = std::make_unique<moe_residency>(dev);
     if (!residency->init(error)) {
         return LLAMA_MOE_NO_DEVICE;
     }
-    n_reused_0 = ctx.n_reused;
-
     new_epoch();
     ctx.sched_need_reserve = true;
     ctx.sched_reserve();
@@ -252,30 +260,34 @@ int32_t llama_moe_state::attach(std::string & error) {
 //
 
 void llama_moe_state::begin_decode() {
-    if (in_flight && callback) {
-        llama_synchronize(&ctx); // the callback hears every decode, also one that nobody waited for
+    if (in_flight) {
+        llama_synchronize(&ctx); // nobody waited for the last decode: its ids may still be on their way into the log
     }
     graphs.restore(); // memory updates work on the context's own graph
     log.begin_decode();
     failure.clear();
 }
 
-void llama_moe_state::begin_ubatch(int n_tokens) {
+void llama_moe_state::begin_ubatch(const llama_ubatch & ubatch) {
     in_flight = true;
     n_ubatches++;
-    if (params.cache_graphs) {
-        graphs.select(n_tokens);
+    reused_before = ctx.n_reused;
+    if (params.cache_graphs && !ctx.cparams.warmup) {
+        graphs.select((int) ubatch.n_tokens);
     }
-    log.begin_ubatch(n_tokens);
+    log.begin_ubatch((int) ubatch.n_tokens, ubatch.output);
 }
 
 bool llama_moe_state::end_ubatch() {
+    n_reused += ctx.n_reused - reused_before; // not the counter itself: llama_perf_context_reset zeroes it
     const int n_tokens = log.n_tokens();
     std::vector<bool> upstream(rows.size(), false);
     for (size_t row = 0; row < rows.size(); row++) {
-        upstream[row] = rows[row] && !ctx.cparams.warmup && !runs_hybrid(*rows[row], n_tokens); // warm-up graphs have no hook
+        upstream[row] = rows[row] && !runs_hybrid(*rows[row], n_tokens);
     }
-    log.end_ubatch(upstream, cropped_rows(), ctx.n_outputs, ctx.backend_ptrs, callback != nullptr);
+    if (!ctx.cparams.warmup) { // warm-up graphs have no hook
+        log.end_ubatch(upstream, cropped_rows(), ctx.n_outputs, ctx.backend_ptrs, callback != nullptr);
+    }
     return failure.empty();
 }
 
@@ -351,7 +363,9 @@ ggml_tensor * llama_moe_state::build(const llm_graph_context & g, const llama_mo
     }
     moe_layer & l = *it->second;
     const int64_t n_tokens = f.cur->ne[1];
-    l.cropped = l.cropped || n_tokens != g.n_tokens;
+    if (g.n_outputs != g.n_tokens) { // else this graph cannot tell
+        l.cropped = n_tokens != g.n_tokens;
+    }
     if ((int) f.ids->ne[0] != l.block.n_used || n_tokens == 0) {
         return nullptr;
     }
@@ -407,11 +421,8 @@ int32_t llama_moe_state::set_slots(const int32_t * n_slots, std::string & error)
             if (!l || !l->block.hybrid() || (n_slots[row] <= (int) l->slots.slots.size()) != shrink || n_slots[row] == (int) l->slots.slots.size()) {
                 continue;
             }
-            std::string e;
-            if (residency->resize(l->block, l->slots, n_slots[row], e)) {
-                l->graphs.clear(); // they hold the old slots' addresses
-            } else {
-                error  = e;
+            l->graphs.clear(); // they hold the old slots' addresses
+            if (!residency->resize(l->block, l->slots, n_slots[row], error)) {
                 status = LLAMA_MOE_NO_DEVICE_MEMORY;
             }
         }
@@ -430,13 +441,9 @@ void llama_moe_state::set_callback(llama_moe_router_callback cb, void * user_dat
 }
 
 int64_t llama_moe_state::device_bytes() const {
-    int64_t n = (int64_t) device->device_bytes();
+    int64_t n = (int64_t) (device->device_bytes() + graphs.device_bytes(device->dev));
     for (const auto & l : layers) {
         n += l->slots.buf ? (int64_t) ggml_backend_buffer_get_size(l->slots.buf.get()) : 0;
     }
     return n;
-}
-
-int64_t llama_moe_state::n_reused() const {
-    return ctx.n_reused - n_reused_0;
 }

@@ -56,7 +56,7 @@ struct llama_moe_state {
 
     // hooks of llama_context
     void begin_decode();
-    void begin_ubatch(int n_tokens);
+    void begin_ubatch(const llama_ubatch & ubatch);
     bool end_ubatch();       // false: a lane failed, `failure` says how
     void on_synchronize();
     void fail(const std::string & what); // from inside a decode: it ends with an error
@@ -70,7 +70,6 @@ struct llama_moe_state {
     int32_t set_slots(const int32_t * n_slots, std::string & error);
     void    set_callback(llama_moe_router_callback callback, void * user_data);
     int64_t device_bytes() const;
-    int64_t n_reused() const; // graphs found ready since attach
 
     llama_context &  ctx;
     llama_moe_params params;
@@ -93,7 +92,8 @@ struct llama_moe_state {
     moe_router_log  log;
     moe_graph_cache graphs;
     int64_t n_ubatches = 0;
-    int64_t n_reused_0 = 0; // the context's counter at attach
+    int64_t n_reused   = 0; // ubatches that found their graph ready
+    int64_t reused_before = 0; // the context's counter when the current ubatch began
 
     // the CPU op; one runs at a time
     moe_barrier barrier;
