@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from moespac_llamacpp import native
 from moespac_llamacpp.memory import BlockSize
-from moespac_llamacpp.policies import Policy
+from moespac_llamacpp.policies import Batch, Limits, Policy
 
 
 def block_sizes(experts: native.Experts) -> list[BlockSize]:
@@ -21,36 +23,84 @@ def block_sizes(experts: native.Experts) -> list[BlockSize]:
 
 
 class Residency:
-    """Moves experts as a policy asks. Call `step` between decodes, with the last one synchronised."""
+    """Moves experts as a policy asks. Call `step` between decodes, with the last one synchronised; then, if tokens are drafted,
+    `expect` with each. max_moves is for a step and its drafts together."""
 
     def __init__(self, experts: native.Experts, policy: Policy, *, max_moves: int = 60) -> None:
         self.experts = experts
         self.policy = policy
         self.max_moves = max_moves
         self.n_slots: NDArray[np.int32] = np.zeros(experts.n_rows, np.int32)
+        self.n_used = np.ones(experts.n_rows, np.int32)  # experts per token of each row
         for row in experts.rows():
             self.n_slots[row.row] = row.n_slots
+            self.n_used[row.row] = max(1, row.n_expert_used)
         self.n_moves = 0
+        self._plans_left = 0
+        self._moves_left = 0
 
     def resident(self) -> NDArray[np.bool_]:
         """bool [n_rows, n_expert]: resident or on the way."""
-        table: NDArray[np.bool_] = self.experts.states_table() != native.COLD
-        return table
+        resident: NDArray[np.bool_] = self.experts.states_table() != native.COLD
+        return resident
 
-    def step(self, *, wait: bool = False) -> int:
+    def last_batch(
+        self,
+        tokens: Sequence[int] | None = None,
+        accepted: Sequence[bool] | None = None,
+        choices: NDArray[np.int32] | None = None,
+        starts: bool = False,
+    ) -> Batch:
+        """The last decode as policies see it. choices: int32 [n_rows, n_tokens, k], negative: not recorded; None: counts only.
+
+        ValueError: tokens or accepted have another length than choices."""
+        if choices is not None:
+            ids = choices.swapaxes(0, 1)
+            return Batch.from_ids(ids, self.experts.n_expert, tokens=tokens, accepted=accepted, starts=starts)
+        counts = self.experts.counts()
+        return Batch(
+            counts,
+            len(tokens) if tokens is not None else int((counts.sum(axis=1) // self.n_used).max(initial=0)),
+            None if tokens is None else np.asarray(tokens, np.int32),
+            None if accepted is None else np.asarray(accepted, np.bool_),
+            starts=starts,
+        )
+
+    def step(self, batch: Batch | None = None, *, n_draft: int = 0, wait: bool = False) -> int:
         """Observes the last decode and starts moves; returns how many. Uploads that have landed become visible.
 
-        wait: let all uploads land and become visible first (start-up, tests)."""
-        self.policy.observe(self.experts.counts())
-        moves = self.policy.plan(self.resident(), self.n_slots, self.max_moves)
+        batch: what `last_batch` gives, for callers that know its tokens. n_draft: so many calls of `expect` will follow, each
+        with an equal share of the moves. wait: let all uploads land and become visible first (start-up, tests)."""
+        self.policy.observe(self.last_batch() if batch is None else batch)
+        self._plans_left, self._moves_left = n_draft + 1, self.max_moves
+        return self._move(wait)
+
+    def decoded(
+        self, tokens: Sequence[int], accepted: Sequence[bool] | None = None, *, starts: bool = False, n_draft: int = 0
+    ) -> int:
+        """`step` for the decode of these tokens, with the experts that each of them chose."""
+        choices = np.concatenate(self.experts.choices(), axis=1)
+        return self.step(self.last_batch(tokens, accepted, choices, starts), n_draft=n_draft)
+
+    def expect(self, tokens: Sequence[int]) -> int:
+        """Tokens that the next decode will have, in order, the last accepted one first; starts moves and returns how many."""
+        self.policy.expect(tokens)
+        return self._move(wait=False)
+
+    def _move(self, wait: bool) -> int:
+        allowed = self._moves_left // max(1, self._plans_left)
+        self._plans_left -= 1
+        moves = self.policy.plan(self.resident(), Limits(self.n_slots, allowed))
+        self._moves_left -= len(moves)
         for move in moves:
             if move.victim is not None:
                 self.experts.evict(move.row, move.victim)
             try:
                 self.experts.load(move.row, move.expert)
             except native.MoeError as error:
-                # a withdrawn upload holds its slot until it has landed: the next plan will ask again
-                if error.status != "NO_FREE_SLOT":
+                # a withdrawn upload holds its slot until it has landed: the next plan will ask again; a failed device lane takes
+                # no more uploads, and generation goes on without it
+                if error.status not in ("NO_FREE_SLOT", "FAILED"):
                     raise
         if wait:
             self.experts.sync()

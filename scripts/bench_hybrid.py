@@ -824,8 +824,8 @@ def arguments() -> argparse.Namespace:
         "--cap", type=float, default=6.0, help="seconds per contender and width, then it sits out the other rounds"
     )
     p.add_argument("--max-moves", type=int, default=60, help="uploads started per step")
-    p.add_argument("--decay", type=float, default=0.95)
-    p.add_argument("--hysteresis", type=float, default=1.5)
+    p.add_argument("--decay", type=float, default=0.955, help="fading of the counts per decoded token")
+    p.add_argument("--hysteresis", type=float, default=0.5)
     p.add_argument(
         "--mixed", type=numbers(int), default=[1, 5, 3, 9], help="widths that alternate; empty: leave that out"
     )

@@ -1,0 +1,359 @@
+"""Replays a routing trace through a policy: what it would hit, move and cost. numpy only, no model.
+
+    python -m moespac_llamacpp.simulate TRACE --policy moe-spac --cache-share 0.25 --batch 4
+
+Two kinds of trace: with `step` and `accepted` (verify batches as they were decoded, see `load`), and plain sequences of
+tokens, which are cut into batches of n consecutive ones. Predicted times come from a coarse model of one machine
+(`Hardware`), not from a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moespac_llamacpp import policies
+from moespac_llamacpp.planning import Batch, Limits, Policy, Table, plan_moves
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Times in microseconds per layer. A decode of n tokens takes, for each layer,
+
+        between + launch + max(cold experts · cpu_expert + cold pairs · cpu_pair, device + hot pairs · device_pair)
+
+    (between and launch grow by their *_token for each token after the first), and never less than its moves take on the link.
+    """
+
+    name: str
+    expert_bytes: int
+    link_bytes: float  # a second
+    between: float
+    between_token: float
+    launch: float
+    launch_token: float
+    cpu_expert: float
+    cpu_pair: float
+    device: float
+    device_pair: float
+
+    def step_ms(
+        self,
+        n_tokens: int,
+        cold_experts: Table,
+        cold_pairs: Table,
+        hot_pairs: Table,
+        n_moves: int,
+        *,
+        sync_moves: bool = False,
+    ) -> float:
+        """cold_experts, cold_pairs, hot_pairs: [n_rows]. sync_moves: the ablation in which a step waits for its moves."""
+        fixed = self.between + self.launch + (n_tokens - 1) * (self.between_token + self.launch_token)
+        cpu = cold_experts * self.cpu_expert + cold_pairs * self.cpu_pair
+        device = np.where(hot_pairs > 0, self.device + hot_pairs * self.device_pair, 0)
+        compute = float(len(cpu) * fixed + np.maximum(cpu, device).sum()) / 1e3
+        link = 1e3 * n_moves * self.expert_bytes / self.link_bytes
+        return compute + link if sync_moves else max(compute, link)
+
+
+# One H200 and 16 cores, the portable execution, a planted Qwen3-30B-A3B Q4_K_M (docs/performance.md): `between`, `launch` from
+# its per-layer times at n = 1 and 9; the CPU's from the runs without slots (13.6 ms at n = 1, 45.8 at 8: 2.7 MB at 100
+# GB/s, and 2.3 µs a pair); the device's from the runs with all experts resident (8.2 ms at n = 1, 19 at 9); the link 46
+# GB/s (pinned copies). Checked against 25 % resident (n = 1, 8, 9: 8.2, 20.3, 21.1 ms measured): within 12 %, on the low side.
+H200 = Hardware(
+    name="H200, 16 cores, Qwen3-30B-A3B Q4_K_M, portable execution",
+    expert_bytes=2_700_000,
+    link_bytes=46e9,
+    between=105.0,
+    between_token=13.4,
+    launch=21.0,
+    launch_token=2.1,
+    cpu_expert=27.0,
+    cpu_pair=2.3,
+    device=32.0,
+    device_pair=2.1,
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One batch of a trace; `measured` False: it is observed and may cause moves, but is not counted (prompts)."""
+
+    batch: Batch
+    measured: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """Hit rates in %, moves and bytes per step; predicted_ms is the mean over the measured steps."""
+
+    policy: str
+    cache_share: float
+    batch: int
+    max_moves: int
+    n_steps: int
+    pair_hit: float
+    expert_hit: float
+    moves_per_step: float
+    bytes_per_step: float
+    predicted_ms: float
+    clairvoyant_pair_hit: float
+
+
+class Clairvoyant:
+    """Knows the next batch's experts; the bound for one step ahead. With capped moves it is greedy, so no longer a bound."""
+
+    def __init__(self, n_rows: int, n_expert: int) -> None:
+        self.next: Table = np.zeros((n_rows, n_expert))
+
+    def observe(self, batch: Batch) -> None:
+        pass
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def plan(self, resident: NDArray[np.bool_], limits: Limits) -> list[policies.Move]:
+        return plan_moves(self.next, resident, limits.n_slots, limits.max_moves, 0.0)
+
+
+def load(path: Path, batch: int | None = None, *, limit: int | None = None) -> list[Step]:
+    """Steps of a `.npz` trace (routing.py, or the arrays of shared/routing-traces).
+
+    batch None: the verify batches that the trace holds (`step`, `accepted`); ValueError if it holds none. batch n: n
+    consecutive tokens of the text (rejected drafts are left out, as if all of n drafts had been accepted). Prompts are
+    cut to the same width. limit: the first so many rows only. ValueError for what is no trace."""
+    with np.load(path) as z:
+        data = {k: z[k][:limit] if z[k].ndim else z[k] for k in z.files}
+    if not {"experts", "n_expert"} <= data.keys():
+        raise ValueError(f"{path} is no routing trace: it lacks the arrays experts and n_expert")
+    n_expert = int(data["n_expert"])
+    ids = data["experts"]
+    n = len(ids)
+    prompt = data["is_prompt"] if "is_prompt" in data else ~data["is_decode"].astype(bool)
+    starts = data["position"] == 0 if "position" in data else np.arange(n) == 0
+    tokens = data.get("token")
+    accepted = data["accepted"] if "accepted" in data else np.ones(n, np.bool_)
+    if batch is None:
+        if "step" not in data:
+            raise ValueError(f"{path} holds no verify batches: say how many tokens a batch shall have")
+        group, width = data["step"], int(data["draft_len"]) + 1
+    else:
+        if batch < 1:
+            raise ValueError(f"a batch has at least one token, not {batch}")
+        if not accepted.all():
+            kept = np.flatnonzero(accepted)
+            ids, prompt, starts, n = ids[kept], prompt[kept], starts[kept], len(kept)
+            tokens = None if tokens is None else tokens[kept]
+        # a batch does not cross from a prompt to its answer, nor into the next sequence
+        new = np.r_[False, prompt[1:] != prompt[:-1]] | starts
+        accepted, group, width = np.ones(n, np.bool_), np.cumsum(new), batch
+    return list(_cut(ids, n_expert, group, width, tokens, accepted, starts, prompt))
+
+
+def _cut(
+    ids: NDArray[np.unsignedinteger],
+    n_expert: int,
+    group: NDArray[np.int32],
+    width: int,
+    tokens: NDArray[np.int32] | None,
+    accepted: NDArray[np.bool_],
+    starts: NDArray[np.bool_],
+    prompt: NDArray[np.bool_],
+) -> Iterator[Step]:
+    edges = np.flatnonzero(np.diff(group)) + 1
+    for begin, end in zip(np.r_[0, edges].tolist(), np.r_[edges, len(group)].tolist(), strict=True):
+        for i in range(begin, end, width):
+            j = min(i + width, end)
+            batch = Batch.from_ids(
+                ids[i:j],
+                n_expert,
+                tokens=None if tokens is None else tokens[i:j],
+                accepted=accepted[i:j],
+                starts=bool(starts[i]),
+            )
+            yield Step(batch, not prompt[i])
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a policy did over the measured steps. Hit rates in %."""
+
+    n_steps: int
+    pair_hit: float
+    expert_hit: float
+    moves_per_step: float
+    predicted_ms: float
+
+
+def replay(
+    steps: Sequence[Step],
+    policy: Policy,
+    n_slots: int,
+    max_moves: int,
+    *,
+    hardware: Hardware = H200,
+    window: float | None = None,
+    sync_moves: bool = False,
+) -> Replay:
+    """For each step: the policy hears the batch's tokens (if the trace has them), plans, its moves arrive, hits are counted, it
+    observes. Starts with the first n_slots experts of each layer. Every row that the target computed counts, rejected
+    drafts too.
+
+    RuntimeError for a plan that cannot be carried out. window: seconds of idle link a step, for policies that ask."""
+    n_rows, n_expert = steps[0].batch.counts.shape
+    limits = Limits(np.full(n_rows, n_slots, np.int32), max_moves, window)
+    resident = np.zeros((n_rows, n_expert), np.bool_)
+    resident[:, :n_slots] = True
+    n_steps = n_moves = pairs = pair_hits = experts = expert_hits = 0
+    ms = 0.0
+    for step in steps:
+        batch = step.batch
+        if isinstance(policy, Clairvoyant):
+            policy.next = batch.counts.astype(np.float64)
+        if batch.tokens is not None:
+            policy.expect(batch.tokens.tolist())
+        moves = policy.plan(resident, limits)
+        carry_out(moves, resident, limits)
+        if step.measured:
+            used = batch.counts > 0
+            row_pairs, row_hits = batch.counts.sum(axis=1), np.where(resident, batch.counts, 0).sum(axis=1)
+            row_used, row_found = used.sum(axis=1), (used & resident).sum(axis=1)
+            n_steps += 1
+            n_moves += len(moves)
+            pairs += int(row_pairs.sum())
+            pair_hits += int(row_hits.sum())
+            experts += int(row_used.sum())
+            expert_hits += int(row_found.sum())
+            ms += hardware.step_ms(
+                batch.n_tokens, row_used - row_found, row_pairs - row_hits, row_hits, len(moves), sync_moves=sync_moves
+            )
+        policy.observe(batch)
+    if not n_steps:
+        raise ValueError("the trace has no generated tokens to measure")
+    return Replay(n_steps, 100 * pair_hits / pairs, 100 * expert_hits / experts, n_moves / n_steps, ms / n_steps)
+
+
+def carry_out(moves: Sequence[policies.Move], resident: NDArray[np.bool_], limits: Limits) -> None:
+    """Applies moves to `resident`; RuntimeError where one breaks the contract."""
+    if len(moves) > limits.max_moves:
+        raise RuntimeError(f"{len(moves)} moves planned where {limits.max_moves} are allowed")
+    for m in moves:
+        if m.victim is not None and not resident[m.row, m.victim]:
+            raise RuntimeError(f"row {m.row}: victim {m.victim} is not resident")
+        if resident[m.row, m.expert]:
+            raise RuntimeError(f"row {m.row}: expert {m.expert} is resident already")
+        if m.victim is not None:
+            resident[m.row, m.victim] = False
+        resident[m.row, m.expert] = True
+        if resident[m.row].sum() > limits.n_slots[m.row]:
+            raise RuntimeError(f"row {m.row}: more residents than its {limits.n_slots[m.row]} slots")
+
+
+def profile_of(steps: Sequence[Step], name: str) -> NDArray[np.float64] | None:
+    """static knows the whole trace by hindsight (the best that popularity could know); fiddler its prompts, if there are
+    enough."""
+    if name == "static":
+        return _sum([s.batch for s in steps if s.measured])
+    if name == "fiddler":
+        prompts = [s.batch for s in steps if not s.measured]
+        if sum(b.n_tokens for b in prompts) >= 1000:
+            return _sum(prompts)
+    return None
+
+
+def _sum(batches: Sequence[Batch]) -> NDArray[np.float64]:
+    total = np.zeros(batches[0].counts.shape)
+    for batch in batches:
+        total += batch.counts
+    return total
+
+
+def simulate(
+    steps: Sequence[Step],
+    names: Sequence[str],
+    cache_share: float,
+    max_moves: int | None = None,
+    *,
+    hardware: Hardware = H200,
+    sync_moves: bool = False,
+) -> list[Result]:
+    """All named policies, and the clairvoyant, at the same cache share and cap of moves (None: 2 % of all experts a step).
+
+    cache_share above 0 to 1. ValueError outside, and for a name that no policy has."""
+    if not 0 < cache_share <= 1:
+        raise ValueError(f"the cache share is {cache_share}, it must be above 0 and at most 1")
+    n_rows, n_expert = steps[0].batch.counts.shape
+    n_slots = max(1, round(cache_share * n_expert))
+    cap = max(1, round(0.02 * n_rows * n_expert)) if max_moves is None else max_moves
+    made = [(n, policies.make(n, n_rows, n_expert, profile=profile_of(steps, n))) for n in names]
+    bound = replay(steps, Clairvoyant(n_rows, n_expert), n_slots, cap, hardware=hardware)
+    width = max(s.batch.n_tokens for s in steps if s.measured)
+    results = []
+    for name, policy in made:
+        r = replay(steps, policy, n_slots, cap, hardware=hardware, sync_moves=sync_moves)
+        results.append(
+            Result(
+                policy=name,
+                cache_share=cache_share,
+                batch=width,
+                max_moves=cap,
+                n_steps=r.n_steps,
+                pair_hit=r.pair_hit,
+                expert_hit=r.expert_hit,
+                moves_per_step=r.moves_per_step,
+                bytes_per_step=r.moves_per_step * hardware.expert_bytes,
+                predicted_ms=r.predicted_ms,
+                clairvoyant_pair_hit=bound.pair_hit,
+            )
+        )
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="moespac simulate", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("trace", type=Path, help="a routing trace (.npz), as `moespac trace` writes it")
+    parser.add_argument("--policy", action="append", choices=policies.NAMES, help="repeatable (default: all)")
+    parser.add_argument("--cache-share", type=float, default=0.25, help="share of each layer's experts with a slot")
+    parser.add_argument("--batch", type=int, help="tokens per batch (default: the verify batches of the trace, else 1)")
+    parser.add_argument("--max-moves", type=int, help="moves per step over all layers (default: 2 %% of all experts)")
+    parser.add_argument("--limit", type=int, help="only the first so many rows of the trace")
+    parser.add_argument("--sync-moves", action="store_true", help="ablation: each step waits for its moves")
+    parser.add_argument("--json", action="store_true", help="one JSON object per policy")
+    args = parser.parse_args(arguments)
+    try:
+        with np.load(args.trace) as z:
+            batch = 1 if args.batch is None and "step" not in z.files else args.batch
+        steps = load(args.trace, batch, limit=args.limit)
+        names = args.policy or policies.NAMES
+        results = simulate(steps, names, args.cache_share, args.max_moves, sync_moves=args.sync_moves)
+    except (OSError, ValueError) as error:
+        print(f"moespac simulate: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        for r in results:
+            print(json.dumps(asdict(r)))
+        return 0
+    first = results[0]
+    print(
+        f"{args.trace.name}: {first.n_steps} steps of up to {first.batch} tokens, {100 * first.cache_share:.0f} % of the experts "
+        f"have a slot, at most {first.max_moves} moves a step\nclairvoyant: {first.clairvoyant_pair_hit:.1f} % of pairs. "
+        f"Predicted for: {H200.name}\n"
+    )
+    print(f"{'policy':<22} {'pairs %':>8} {'experts %':>9} {'moves':>7} {'MB':>7} {'ms':>7}")
+    for r in results:
+        print(
+            f"{r.policy:<22} {r.pair_hit:8.1f} {r.expert_hit:9.1f} {r.moves_per_step:7.1f} "
+            f"{r.bytes_per_step / 1e6:7.0f} {r.predicted_ms:7.2f}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
