@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +15,13 @@ import typer
 
 from moespac_llamacpp import __version__, native
 from moespac_llamacpp._build import installed_version
+from moespac_llamacpp.acceptance import Sampling
 from moespac_llamacpp.decoder import Decoder
+from moespac_llamacpp.draft import Drafter, GgufDraft, NgramDraft, NoDraft
 from moespac_llamacpp.memory import parse_bytes, slots_for_bytes, slots_for_share
 from moespac_llamacpp.models import Context, LoadError, Model, capture_log
-from moespac_llamacpp.policies import Decayed, Policy, Static
+from moespac_llamacpp.policies import NAMES as POLICIES
+from moespac_llamacpp.policies import make as make_policy
 from moespac_llamacpp.residency import Residency, block_sizes
 from moespac_llamacpp.routing import Recorder
 
@@ -24,6 +29,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 DATA = Path(__file__).parent / "data"
 TINY_MODEL = DATA / "tiny-moe-Q4_K_M.gguf"
+TINY_DRAFT = DATA / "tiny-draft-Q8_0.gguf"
 DEMO_PROMPTS = (
     ("chat", 'What does "heron" mean?'),
     ("text", "It is a truth universally acknowledged, that a"),
@@ -41,7 +47,31 @@ ContextOption = Annotated[int, typer.Option("--ctx", "-c", help="Context length 
 TokensOption = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens to generate at most.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="CPU threads (default: all cores).")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="Name of the device for slots (see doctor).")]
-PolicyOption = Annotated[str, typer.Option("--policy", help="decayed: experts follow their use; static: they stay.")]
+PolicyOption = Annotated[str, typer.Option("--policy", help=f"Which experts move: {', '.join(POLICIES)}.")]
+DraftModelOption = Annotated[
+    Path | None, typer.Option("--draft-model", "-md", help="GGUF file of a draft model with the target's vocabulary.")
+]
+DraftMaxOption = Annotated[int, typer.Option("--draft-max", min=0, max=31, help="Tokens to draft a step at most.")]
+
+
+class DraftKind(str, enum.Enum):
+    model = "model"
+    ngram = "ngram"
+    none = "none"
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """kind None: a model if there is one."""
+
+    kind: DraftKind | None = None
+    model: Path | None = None
+    max: int = 8
+    fixed: bool = False
+    n_gpu_layers: int = -1
+
+
+NO_DRAFT = DraftOptions(DraftKind.none)
 
 
 def fail(message: object) -> typer.Exit:
@@ -76,32 +106,66 @@ def find_device(name: str | None) -> native.Device:
     raise fail(f"there is no device {name!r}; there are {', '.join(d.name for d in native.devices())}")
 
 
-def make_policy(name: str, experts: native.Experts) -> Policy:
-    if name == "decayed":
-        return Decayed(experts.n_rows, experts.n_expert)
-    if name == "static":
-        return Static()
-    raise fail(f"there is no policy {name!r}; there are decayed and static")
+@contextmanager
+def open_drafter(options: DraftOptions, context: Context) -> Iterator[Drafter]:
+    """The drafter, with the model that it may need."""
+    target = context.model
+    kind, path = options.kind, options.model
+    if path is None and kind is not DraftKind.ngram and target.path == TINY_MODEL:
+        path = TINY_DRAFT
+    if kind is None:
+        kind = DraftKind.model if path else DraftKind.none
+    if kind is DraftKind.ngram:
+        yield NgramDraft()
+    elif kind is DraftKind.none:
+        yield NoDraft()
+    elif path is None:
+        raise fail("--draft model needs a draft model: give one with -md")
+    else:
+        with progress(f"loading {path.name}") as report:
+            draft = Model(path, n_gpu_layers=options.n_gpu_layers, progress=report)
+        n_ctx = min(context.n_ctx, draft.n_ctx_train) if draft.n_ctx_train else context.n_ctx
+        with draft, Context(draft, n_ctx=n_ctx, n_threads=context.n_threads, attach=False) as own:
+            yield GgufDraft(own, target)
 
 
 @contextmanager
 def session(
-    model: Path, device_name: str | None, n_ctx: int, threads: int | None, share: float, budget: str | None, policy: str
+    model: Path,
+    device_name: str | None,
+    n_ctx: int,
+    threads: int | None,
+    share: float,
+    budget: str | None,
+    policy: str,
+    draft: DraftOptions = NO_DRAFT,
+    sampling: Sampling | None = None,
 ) -> Iterator[Decoder]:
     """Model, context, slots and policy, as every generating command wants them."""
     device = find_device(device_name)
     try:
         with progress(f"loading {model.name}") as report:
             target = Model(model, experts_device=device, progress=report)
-        with target, Context(target, n_ctx=n_ctx, n_threads=threads, device=device) as context:
+        with ExitStack() as stack:
+            stack.enter_context(target)
+            context = stack.enter_context(Context(target, n_ctx=n_ctx, n_threads=threads, device=device))
+            drafter = stack.enter_context(open_drafter(draft, context))
             assert context.experts is not None
             sizes = block_sizes(context.experts)
             slots = slots_for_bytes(sizes, parse_bytes(budget)) if budget is not None else slots_for_share(sizes, share)
             context.experts.set_slots(slots)
-            residency = Residency(context.experts, make_policy(policy, context.experts))
+            residency = Residency(
+                context.experts, make_policy(policy, context.experts.n_rows, context.experts.n_expert)
+            )
             fill(residency)
             warn_about(context.experts, device)
-            yield Decoder(context, residency)
+            decoder = Decoder(
+                context, residency, drafter=drafter, draft_max=draft.max, draft_fixed=draft.fixed, sampling=sampling
+            )
+            stack.callback(decoder.close)
+            yield decoder
+    except typer.Exit:  # a RuntimeError that has been told already
+        raise
     except (LoadError, native.MoeError, ValueError, RuntimeError) as error:
         raise fail(error) from error
 
@@ -130,12 +194,14 @@ def warn_about(experts: native.Experts, device: native.Device) -> None:
             typer.echo(f"moespac: layer {row.il} takes llama.cpp's own path: {row.fallback}", err=True)
 
 
-def stream(decoder: Decoder, prompt: list[int], max_tokens: int) -> None:
+def stream(decoder: Decoder, prompt: list[int], max_tokens: int, stop: Sequence[str] = ()) -> None:
     """Prints the text as it comes; bytes, since a character may span tokens."""
-    for token in decoder.generate(prompt, max_tokens):
-        sys.stdout.buffer.write(decoder.context.model.piece(token))
+    for text in decoder.stream(prompt, max_tokens, stop=stop):
+        sys.stdout.buffer.write(text)
         sys.stdout.buffer.flush()
     typer.echo()
+    for notice in decoder.report.notices:
+        typer.echo(f"moespac: {notice}", err=True)
 
 
 def resident_map(decoder: Decoder) -> str:
@@ -153,9 +219,11 @@ def resident_map(decoder: Decoder) -> str:
 def summary(decoder: Decoder) -> str:
     assert decoder.residency is not None
     report, perf = decoder.report, decoder.residency.experts.perf_total()
+    drafted = f"{report.n_accepted} of {report.n_drafted} drafted tokens accepted ({100 * report.acceptance:.0f} %); "
     return (
         f"{report.n_generated} tokens at {report.tps:.1f} TPS, "
         f"prompt of {report.n_prompt} in {1000 * report.prompt_seconds:.0f} ms; "
+        f"{drafted if decoder.length.draft_max else ''}"
         f"hit rate {100 * perf.hit_rate:.1f} % of {perf.n_hot_pairs + perf.n_cold_pairs} pairs; "
         f"{perf.n_loads} uploads, {perf.n_load_bytes / 2**20:.1f} MiB"
     )
@@ -170,7 +238,8 @@ def demo(
 ) -> None:
     """Generate with the bundled tiny MoE, part of its experts resident on a device and the rest on the CPU."""
     capture_log()
-    with session(TINY_MODEL, device, 0, threads, cache_share, None, "decayed") as decoder:
+    draft = DraftOptions(DraftKind.model, TINY_DRAFT)
+    with session(TINY_MODEL, device, 0, threads, cache_share, None, "moe-spac", draft) as decoder:
         assert decoder.residency is not None
         experts = decoder.residency.experts
         where = find_device(device)
@@ -182,7 +251,6 @@ def demo(
         )
         for kind, text in DEMO_PROMPTS:
             model = decoder.context.model
-            decoder.context.clear()
             experts.reset_perf()
             typer.echo(f"\n--- {text.strip()}")
             stream(decoder, model.tokenize(model.chat_prompt(text) if kind == "chat" else text), max_tokens)
@@ -201,13 +269,38 @@ def generate(
     ctx: ContextOption = 0,
     threads: ThreadsOption = None,
     device: DeviceOption = None,
-    policy: PolicyOption = "decayed",
+    policy: PolicyOption = "moe-spac",
+    draft_model: DraftModelOption = None,
+    draft: Annotated[
+        DraftKind | None, typer.Option(help="Who drafts (default: the draft model, if there is one).")
+    ] = None,
+    draft_max: DraftMaxOption = 8,
+    draft_fixed: Annotated[
+        bool, typer.Option("--draft-fixed", help="Always draft --draft-max tokens, instead of as many as pay.")
+    ] = False,
+    draft_gpu_layers: Annotated[
+        int, typer.Option("--gpu-layers-draft", "-ngld", help="Layers of the draft model on the GPU, -1: all.")
+    ] = -1,
+    temp: Annotated[float, typer.Option("--temp", min=0, help="Temperature, 0: greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Sample from the k likeliest tokens, 0: all.")] = 40,
+    top_p: Annotated[
+        float, typer.Option("--top-p", help="Sample from the likeliest tokens of this mass, 1: all.")
+    ] = 0.95,
+    min_p: Annotated[
+        float, typer.Option("--min-p", help="Least probability, relative to the likeliest token's, 0: any.")
+    ] = 0.05,
+    repeat_penalty: Annotated[float, typer.Option("--repeat-penalty", help="Penalty on recent tokens, 1: none.")] = 1.0,
+    seed: Annotated[int | None, typer.Option("--seed", "-s", help="Seed of the sampler (default: random).")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
 ) -> None:
-    """Continue a prompt greedily."""
+    """Continue a prompt, greedily unless --temp is given."""
     capture_log()
-    with session(model, device, ctx, threads, cache_share, expert_budget, policy) as decoder:
+    drafting = DraftOptions(draft, draft_model, draft_max, draft_fixed, draft_gpu_layers)
+    sampling = Sampling(temp, top_k, top_p, min_p, repeat_penalty, seed=None if seed is None or seed < 0 else seed)
+    with session(model, device, ctx, threads, cache_share, expert_budget, policy, drafting, sampling) as decoder:
         target = decoder.context.model
-        stream(decoder, target.tokenize(target.chat_prompt(prompt) if chat else prompt), max_tokens)
+        tokens = target.tokenize(target.chat_prompt(prompt) if chat else prompt)
+        stream(decoder, tokens, max_tokens, stop or ())
         typer.echo(summary(decoder), err=True)
 
 
@@ -244,6 +337,14 @@ def trace(
     except OSError as error:
         raise fail(f"{out}: {error.strerror}") from error
     typer.echo(f"{out}: {len(result.token)} tokens, {len(result.rows)} layers, {result.n_expert} experts")
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def simulate(context: typer.Context) -> None:
+    """Replay a routing trace through the policies: hits, moves, predicted time (`moespac simulate --help`)."""
+    from moespac_llamacpp.simulate import main as run
+
+    raise typer.Exit(run(context.args))
 
 
 @app.command()

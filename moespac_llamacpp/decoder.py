@@ -1,11 +1,20 @@
-"""Greedy generation with one context: prompt, then token by token, moving experts in between."""
+"""Generation with one context: the prompt, then step by step accept, move experts, draft, verify, roll back.
+
+A step without a draft is a plain decode of one token. The KV of what a prompt shares with the text before it is kept.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from moespac_llamacpp.acceptance import Sampler, Sampling, log_probability, verify
+from moespac_llamacpp.draft import Draft, Drafter, DraftError, DraftLength, NoDraft, common_prefix
 from moespac_llamacpp.models import Context
 from moespac_llamacpp.residency import Residency
 
@@ -15,61 +24,261 @@ class Report:
     """What a generation did. Times in seconds."""
 
     n_prompt: int = 0
+    n_reused: int = 0  # tokens of the prompt whose KV was there already
+    n_evaluated: int = 0  # tokens that the target decoded: the rest of the prompt, accepted and rejected ones
+    n_draft_evaluated: int = 0  # tokens that the draft model decoded
     n_generated: int = 0
+    n_steps: int = 0  # decodes after the prompt
+    n_drafted: int = 0
+    n_accepted: int = 0
     prompt_seconds: float = 0.0
-    seconds: float = 0.0
-    finish_reason: str = ""  # "stop": the model ended it; "length": max_tokens or the context
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0  # the target's decodes after the prompt
+    accept_seconds: float = 0.0  # acceptance and rollback
+    seconds: float = 0.0  # all since the prompt, what the caller does with the tokens included
+    finish_reason: str = ""  # "stop": the model or a stop string ended it; "length": max_tokens or the context
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of `tokens`, natural, the target's own; if asked for
+    notices: list[str] = field(default_factory=list)  # sentences for the user, each said once per decoder
 
     @property
     def tps(self) -> float:
         """Generated tokens per second after the prompt."""
         return self.n_generated / self.seconds if self.seconds > 0 else 0.0
 
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafted tokens that stayed, 0 … 1."""
+        return self.n_accepted / max(1, self.n_drafted)
+
+
+class StopText:
+    """Finds stop strings in bytes that come in pieces; holds back what may become one."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        if not all(stop):
+            raise ValueError("a stop string must not be empty")
+        self.stop = [s.encode() for s in stop]
+        self._held = b""
+
+    def feed(self, piece: bytes) -> tuple[bytes, bool]:
+        """(bytes that are certain to come before any stop string, whether one is complete)."""
+        text = self._held + piece
+        found = [at for at in (text.find(s) for s in self.stop) if at >= 0]
+        if found:
+            self._held = b""
+            return text[: min(found)], True
+        n = max((self._overlap(text, s) for s in self.stop), default=0)
+        self._held = text[len(text) - n :]
+        return text[: len(text) - n], False
+
+    def rest(self) -> bytes:
+        """What is still held back when the text ends otherwise."""
+        held, self._held = self._held, b""
+        return held
+
+    @staticmethod
+    def _overlap(text: bytes, stop: bytes) -> int:
+        """Length of the longest end of the text that starts the stop string."""
+        return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
 
 class Decoder:
-    """Generates with `context`; `residency` moves experts between decodes (None: they stay where they are).
+    """Generates with `context`, which it must have for itself; `residency` moves experts between decodes (None: they stay).
 
+    drafter: guesses tokens, up to `draft_max` a step; how many is measured while it runs, unless `draft_fixed`. With a seed
+    but without `draft_fixed`, text that is sampled follows the target's law but depends on times: a fixed length repeats it.
     all_logits: ask for the logits of every prompt token. Most models compute their last layer only for tokens with logits, so
     whoever observes routers (a trace) wants them all.
     """
 
-    def __init__(self, context: Context, residency: Residency | None = None, *, all_logits: bool = False) -> None:
+    def __init__(
+        self,
+        context: Context,
+        residency: Residency | None = None,
+        *,
+        drafter: Drafter | None = None,
+        draft_max: int = 8,
+        draft_fixed: bool = False,
+        sampling: Sampling | None = None,
+        all_logits: bool = False,
+    ) -> None:
+        """DraftError: the target cannot roll back, so that nothing can be drafted for it."""
         self.context = context
         self.residency = residency
         self.all_logits = all_logits
+        self.drafter: Drafter = drafter or NoDraft()
+        drafts = not isinstance(self.drafter, NoDraft)
+        if drafts and not context.can_roll_back:
+            raise DraftError(
+                f"{context.model.path}: a model with recurrent state cannot roll back rejected drafts; generate without a draft"
+            )
+        if draft_max < 0:
+            raise ValueError(f"draft_max is a number of tokens, not {draft_max}")
+        limit = min(draft_max, context.n_batch - 1, context.n_snapshots or draft_max)
+        self.length = DraftLength(limit if drafts else 0, fixed=draft_fixed)
+        self.sampler = Sampler(sampling or Sampling(), context.model.n_vocab)
         self.report = Report()
+        self._kv: list[int] = []  # the tokens whose KV the context holds
+        self._said_off = False
 
-    def generate(self, prompt: Sequence[int], max_tokens: int) -> Iterator[int]:
-        """Yields tokens greedily after the prompt, which is appended to the context; `self.report` is this run's.
+    def close(self) -> None:
+        """Frees the sampler; context and drafter are the caller's."""
+        self.sampler.close()
 
-        ValueError: the prompt is empty or does not fit into what is left of the context."""
+    def generate(self, prompt: Sequence[int], max_tokens: int, *, logprobs: bool = False) -> Generator[int, None, None]:
+        """Yields the tokens after the prompt, which is the whole text so far; `self.report` is this run's.
+
+        ValueError: the prompt is empty or longer than the context."""
         context, report = self.context, Report(n_prompt=len(prompt))
         self.report = report
-        left = context.n_ctx - context.n_past
-        if not prompt or len(prompt) > left:
-            raise ValueError(f"the prompt has {len(prompt)} tokens, the context has room for 1 to {left}")
+        if not prompt or len(prompt) > context.n_ctx:
+            raise ValueError(f"the prompt has {len(prompt)} tokens, the context has room for 1 to {context.n_ctx}")
+        before = self.drafter.n_evaluated
         start = time.perf_counter()
-        for i in range(0, len(prompt), context.n_batch):
-            logits = context.decode(prompt[i : i + context.n_batch], all_logits=self.all_logits)
-        token = int(logits[-1].argmax())
-        if self.residency:
-            self.residency.step()
+        logits = self._prompt(prompt)
+        self.sampler.reset(prompt)
+        tokens = verify(self.sampler, logits[-1:], [])
+        self._log(logits[-1:], tokens, logprobs)
+        if self.length.draft_max:
+            self.drafter.begin(prompt)
+            self.drafter.accept(0, tokens[0])
         report.prompt_seconds = time.perf_counter() - start
         start = time.perf_counter()
         try:
             while True:
-                if context.model.ends(token):
-                    report.finish_reason = "stop"
-                    return
-                report.tokens.append(token)
-                report.n_generated += 1
-                yield token
-                if report.n_generated >= max_tokens or context.n_past >= context.n_ctx:
+                for token in tokens:
+                    if context.model.ends(token):
+                        report.finish_reason = "stop"
+                        return
+                    report.tokens.append(token)
+                    report.n_generated += 1
+                    yield token
+                    if report.n_generated >= max_tokens:
+                        report.finish_reason = "length"
+                        return
+                if context.n_past >= context.n_ctx:
                     report.finish_reason = "length"
                     return
-                token = int(context.decode([token])[-1].argmax())
-                if self.residency:
-                    self.residency.step()
+                tokens = self._step(tokens[-1], max_tokens - report.n_generated, logprobs)
         finally:
             report.seconds = time.perf_counter() - start
+            report.n_draft_evaluated = self.drafter.n_evaluated - before
+            del report.logprobs[len(report.tokens) :]
+
+    def stream(
+        self, prompt: Sequence[int], max_tokens: int, *, stop: Sequence[str] = (), logprobs: bool = False
+    ) -> Iterator[bytes]:
+        """Yields the text as it comes, up to the first of the stop strings, which may span tokens."""
+        stopper = StopText(stop)
+        with closing(self.generate(prompt, max_tokens, logprobs=logprobs)) as tokens:
+            for token in tokens:
+                text, stopped = stopper.feed(self.context.model.piece(token))
+                if text:
+                    yield text
+                if stopped:
+                    self.report.finish_reason = "stop"
+                    return
+        if rest := stopper.rest():
+            yield rest
+
+    def _prompt(self, prompt: Sequence[int]) -> NDArray[np.float32]:
+        """Evaluates what the context does not hold yet; logits of the last token in the last row."""
+        held = self._kv[: self.context.n_past]
+        keep = min(common_prefix(held, prompt), len(prompt) - 1)  # the last token's logits are needed
+        # also where nothing is to be forgotten: an interrupted decode may have left cells behind
+        if not self._roll_back(keep):
+            keep = 0
+        self.report.n_reused = keep
+        new = prompt[keep:]
+        for i in range(0, len(new), self.context.n_batch):
+            chunk = new[i : i + self.context.n_batch]
+            logits = self._decode(chunk, all_logits=self.all_logits)
+            if self.residency:
+                self.residency.decoded(chunk, starts=keep == 0 and i == 0, n_draft=self._plans_more)
+        return logits
+
+    @property
+    def _plans_more(self) -> int:
+        """How often moves are planned again before the next decode: once the draft is known."""
+        return 1 if self.length.draft_max else 0
+
+    def _decode(self, tokens: Sequence[int], *, all_logits: bool) -> NDArray[np.float32]:
+        try:
+            logits = self.context.decode(tokens, all_logits=all_logits)
+        except RuntimeError:  # what the context holds now is not known
+            self._forget()
+            raise
+        self._kv += tokens
+        self.report.n_evaluated += len(tokens)
+        return logits
+
+    def _roll_back(self, n_past: int) -> bool:
+        """Keeps the first n_past tokens; where the model cannot, forgets all."""
+        if not self.context.rollback(n_past):
+            self._forget()
+            return False
+        del self._kv[n_past:]
+        return True
+
+    def _forget(self) -> None:
+        self.context.clear()
+        self._kv = []
+
+    def _step(self, token: int, n_wanted: int, logprobs: bool) -> list[int]:
+        """Decodes the last token with a draft after it; the tokens that follow, at most n_wanted."""
+        context, drafter, report = self.context, self.drafter, self.report
+        room = min(n_wanted, context.n_ctx - context.n_past) - 1
+        n = min(self.length.choose(), room)
+        start = time.perf_counter()
+        draft = drafter.propose(n, None if self.sampler.plain else self.sampler) if n > 0 else Draft()
+        drafted = time.perf_counter()
+        batch = [token, *draft.tokens]
+        if self.residency and draft.tokens:
+            self.residency.expect(batch)
+        logits = self._decode(batch, all_logits=True)
+        decoded = time.perf_counter()
+        tokens = verify(self.sampler, logits, draft.tokens, draft.q)
+        n_accepted = len(tokens) - 1
+        self._log(logits, tokens, logprobs)
+        if n_accepted < len(draft.tokens):
+            self._reject(len(draft.tokens) - n_accepted)
+        if self.length.draft_max:
+            drafter.accept(n_accepted, tokens[-1])
+        accepted = time.perf_counter()
+        report.n_steps += 1
+        report.n_drafted += len(draft.tokens)
+        report.n_accepted += n_accepted
+        report.draft_seconds += drafted - start
+        report.verify_seconds += decoded - drafted
+        report.accept_seconds += accepted - decoded
+        self.length.observe(len(draft.tokens), n_accepted, drafted - start, accepted - drafted)
+        self._notice()
+        if self.residency:
+            self.residency.decoded(batch, [i <= n_accepted for i in range(len(batch))], n_draft=self._plans_more)
+        return tokens
+
+    def _reject(self, n: int) -> None:
+        """Forgets the last n tokens."""
+        kept = self._kv[: len(self._kv) - n]
+        if self._roll_back(len(kept)):
+            return
+        # can_roll_back said otherwise: correct, once more from the start, and never again
+        self.report.notices.append("this model could not roll back a rejected draft: drafting is off")
+        self.length = DraftLength(0)
+        for i in range(0, len(kept), self.context.n_batch):
+            self._decode(kept[i : i + self.context.n_batch], all_logits=self.all_logits)
+
+    def _log(self, logits: NDArray[np.float32], tokens: Sequence[int], wanted: bool) -> None:
+        if wanted:
+            self.report.logprobs += [log_probability(row, t) for row, t in zip(logits, tokens, strict=False)]
+
+    def _notice(self) -> None:
+        self.report.notices += self.drafter.notices
+        self.drafter.notices.clear()
+        if self.length.off and not self._said_off:
+            self._said_off = True
+            self.report.notices.append(
+                f"drafting only costs time here (acceptance {100 * self.length.acceptance:.0f} %): it is off, and tried "
+                "again now and then"
+            )

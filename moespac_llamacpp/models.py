@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -172,21 +172,26 @@ class Context:
         device: native.Device | None = None,
         attach: bool = True,
         perf: bool = False,
+        params: Mapping[str, Any] | None = None,
     ) -> None:
         """n_ctx: 0 for the trained length. n_threads: for single tokens and batches alike, None for the cores there are.
+        params: further fields of llama_context_params, such as type_k, type_v, flash_attn_type.
 
         LoadError: no memory, or the model has no MoE layers (with `attach`)."""
         self.model = model
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx = n_ctx
-        params.n_batch = n_batch
-        params.n_ubatch = n_ubatch
-        params.no_perf = True
+        fields = llama_cpp.llama_context_default_params()
+        fields.n_ctx = n_ctx
+        fields.n_batch = n_batch
+        fields.n_ubatch = n_ubatch
+        fields.no_perf = True
         threads = n_threads or len(os.sched_getaffinity(0))
-        params.n_threads = params.n_threads_batch = threads
+        fields.n_threads = fields.n_threads_batch = threads
+        for name, value in (params or {}).items():
+            getattr(fields, name)  # ctypes would take a misspelled field without a word
+            setattr(fields, name, value)
         self.n_threads = threads
         _log.clear()
-        self.pointer: Any = llama_cpp.llama_init_from_model(model.pointer, params)
+        self.pointer: Any = llama_cpp.llama_init_from_model(model.pointer, fields)
         if not self.pointer:
             raise LoadError(f"{model.path}: no context of {n_ctx or model.n_ctx_train} tokens: {_reason()}")
         self.n_ctx = int(llama_cpp.llama_n_ctx(self.pointer))
@@ -238,10 +243,25 @@ class Context:
         code = llama_cpp.llama_decode(self.pointer, batch)
         if code != 0:
             llama_cpp.llama_synchronize(self.pointer)
+            if not self.rollback(self.n_past):  # the ubatches before the one that failed are in the cache
+                self.clear()
             raise RuntimeError(f"decoding {n} tokens failed with code {code}: {_reason()}")
         self.n_past += n
         logits = llama_cpp.llama_get_logits(self.pointer)
         return np.ctypeslib.as_array(logits, shape=(n if all_logits else 1, self.model.n_vocab))
+
+    @property
+    def can_roll_back(self) -> bool:
+        """Can single tokens be forgotten? Recurrent state cannot, unless snapshots of it are kept."""
+        recurrent = llama_cpp.llama_model_is_recurrent(self.model.pointer) or llama_cpp.llama_model_is_hybrid(
+            self.model.pointer
+        )
+        return not recurrent or self.n_snapshots > 0
+
+    @property
+    def n_snapshots(self) -> int:
+        """How many tokens recurrent state can go back (n_rs_seq)."""
+        return int(llama_cpp.llama_n_rs_seq(self.pointer))
 
     def rollback(self, n_past: int) -> bool:
         """Forgets the tokens from position n_past on; False if this model's memory cannot."""

@@ -19,6 +19,7 @@ from test_native_device import TestDevice
 if TYPE_CHECKING:
     from lowlevel import Context, Model
     from moespac_llamacpp.native import Device, Experts
+    from pair import Pair
 
 GAUGES = ("alloc_now", "pinned_now", "queued_now", "instances_now", "waiting_now")
 
@@ -88,3 +89,13 @@ def attach(root: Path) -> Iterator[Callable[..., Attached]]:
             return Attached(model, ctx, Experts(ctx.ptr, device or parity.test_device(), **(experts or {})))
 
         yield make
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Pair]:
+    """The bundled target and draft."""
+    from moespac_llamacpp.models import Model
+    from pair import DRAFT, TARGET, Pair
+
+    with Model(TARGET) as target, Model(DRAFT) as draft:
+        yield Pair(target, draft)

@@ -1,0 +1,346 @@
+"""Drafters: who guesses the next tokens, and how many guesses are worth their time.
+
+One protocol: `begin` with the text, then for each step `propose` and `accept` with what the target made of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Protocol
+
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+
+from moespac_llamacpp.acceptance import Law, Sampler
+from moespac_llamacpp.models import Context, Model
+
+_UNUSED = 2  # LLAMA_TOKEN_ATTR_UNUSED: how padding is marked
+
+
+class DraftError(ValueError):
+    """This draft cannot serve this target; the text is the sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Guesses for the next tokens. q: the law that each was drawn from, None where chance had no part in them."""
+
+    tokens: list[int] = field(default_factory=list)
+    q: list[Law] | None = None
+
+
+class Drafter(Protocol):
+    """notices: sentences for the user, each said once; who shows one removes it. n_evaluated: tokens decoded by the draft."""
+
+    notices: list[str]
+    n_evaluated: int
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """A text starts: it may share a prefix with the last one."""
+
+    def propose(self, n: int, sampler: Sampler | None = None) -> Draft:
+        """At most n guesses of what follows. sampler: draw them by this sampler, which is left as it was; None: greedily."""
+
+    def accept(self, n_accepted: int, token: int) -> None:
+        """The first n_accepted guesses stay, then `token` follows. Told after every step, also those without a draft."""
+
+    def close(self) -> None: ...
+
+
+class NoDraft:
+    """Never guesses."""
+
+    def __init__(self) -> None:
+        self.notices: list[str] = []
+        self.n_evaluated = 0
+
+    def begin(self, tokens: Sequence[int]) -> None: ...
+
+    def propose(self, n: int, sampler: Sampler | None = None) -> Draft:
+        return Draft()
+
+    def accept(self, n_accepted: int, token: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NgramDraft:
+    """Guesses that the text goes on as it did after the last place with the same few tokens; longer matches first.
+
+    Prompt lookup decoding (Saxena 2023), with an index instead of a search: a step costs the same in a long text."""
+
+    def __init__(self, n_max: int = 4, n_min: int = 2) -> None:
+        if not 1 <= n_min <= n_max:
+            raise ValueError(f"an n-gram has at least one token, and n_min <= n_max, not {n_min} and {n_max}")
+        self.sizes = range(n_max, n_min - 1, -1)
+        self.notices: list[str] = []
+        self.n_evaluated = 0
+        self._text: list[int] = []
+        self._next: dict[tuple[int, ...], int] = {}  # n-gram: where the text went on after its last occurrence
+        self._guesses: list[int] = []
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        new = list(tokens)
+        if self._text != new[: len(self._text)]:
+            self._text, self._next = [], {}
+        for token in new[len(self._text) :]:
+            self._append(token)
+
+    def _append(self, token: int) -> None:
+        at = len(self._text)
+        for n in self.sizes:
+            if n <= at:
+                self._next[tuple(self._text[at - n :])] = at
+        self._text.append(token)
+
+    def propose(self, n: int, sampler: Sampler | None = None) -> Draft:
+        text, self._guesses = self._text, []
+        for size in self.sizes:
+            at = self._next.get(tuple(text[-size:])) if size <= len(text) else None
+            if at is None:
+                continue
+            for i in range(at, at + n):  # a match close to the end goes on in its own guesses: a period repeats
+                self._guesses.append(text[i] if i < len(text) else self._guesses[i - len(text)])
+            break
+        return Draft(list(self._guesses))
+
+    def accept(self, n_accepted: int, token: int) -> None:
+        for guess in self._guesses[:n_accepted]:
+            self._append(guess)
+        self._append(token)
+        self._guesses = []
+
+    def close(self) -> None: ...
+
+
+class GgufDraft:
+    """A smaller model with the target's vocabulary, in a context of its own; the KV of a common prefix is kept.
+
+    context: of the draft model, without experts attached; the caller owns it. Where it runs is up to its model."""
+
+    def __init__(self, context: Context, target: Model) -> None:
+        """DraftError: the vocabularies differ, or the draft cannot roll back."""
+        check_vocabulary(target, context.model)
+        if not context.can_roll_back:
+            raise DraftError(f"{context.model.path}: a model with recurrent state cannot roll back, so it cannot draft")
+        self.context = context
+        self.notices: list[str] = []
+        self.n_evaluated = 0
+        # Tokens beyond the smaller vocabulary are padding: no law has to know them.
+        self.n_vocab = min(target.n_vocab, context.model.n_vocab)
+        self._kv: list[int] = []  # what the draft's context holds
+        self._pending: list[int] = []  # the text's tokens that it does not hold yet
+        self._guesses: list[int] = []
+        self._ended = False
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        self._ended = False
+        self._guesses = []
+        keep = common_prefix(self._kv[: self.context.n_past], tokens)
+        keep = min(keep, len(tokens) - 1)  # the last token's logits are needed
+        self._roll_back(max(0, keep))
+        self._pending = list(tokens[len(self._kv) :])
+        # All but the last token now, in the prompt's time: the first guess then costs what a guess costs.
+        if self._room() > 1:
+            self._decode(self._pending[:-1])
+            self._pending = self._pending[-1:]
+
+    def _room(self) -> int:
+        """How many guesses the context still has room for."""
+        return self.context.n_ctx - len(self._kv) - len(self._pending) + 1
+
+    def _roll_back(self, n: int) -> None:
+        """Keeps the first n tokens; where the model cannot after all, decodes them again with the next guess."""
+        kept = self._kv[:n]
+        if self.context.rollback(n):
+            self._kv = kept
+            return
+        self.context.clear()
+        self._kv, self._pending = [], kept + self._pending
+
+    def _decode(self, tokens: Sequence[int]) -> None:
+        for i in range(0, len(tokens), self.context.n_batch):
+            part = tokens[i : i + self.context.n_batch]
+            self.context.decode(part)
+            self._kv += part
+            self.n_evaluated += len(part)
+
+    def _may_draft(self, n: int) -> int:
+        if n < 1 or self._ended or not self._pending:
+            return 0
+        n = min(n, self._room())
+        if n < 1:
+            self._end(
+                f"the draft's context of {self.context.n_ctx} tokens is full: drafting ends here, generation goes on"
+            )
+        elif any(token >= self.context.model.n_vocab for token in self._pending):
+            self._end("the text has a token that the draft's vocabulary lacks: drafting ends here, generation goes on")
+            n = 0
+        return max(0, n)
+
+    def _end(self, notice: str) -> None:
+        self._ended = True
+        self.notices.append(notice)
+
+    def propose(self, n: int, sampler: Sampler | None = None) -> Draft:
+        self._guesses = []
+        n = self._may_draft(n)
+        if n == 0:
+            return Draft()
+        q: list[Law] | None = None if sampler is None else []
+        own = sampler.fork() if sampler is not None else None
+        try:
+            self._decode(self._pending[:-1])
+            token = self._pending[-1]
+            self._pending = []
+            for _ in range(n):
+                logits = self.context.decode([token])[-1, : self.n_vocab]
+                self._kv.append(token)
+                self.n_evaluated += 1
+                if own is None or q is None:
+                    token = int(logits.argmax())
+                else:
+                    law = own.law(logits)
+                    token = own.draw(law)
+                    own.accept(token)
+                    q.append(law)
+                self._guesses.append(token)
+                if self.context.model.ends(token):
+                    break
+        finally:
+            if own is not None:
+                own.close()
+        return Draft(list(self._guesses), q)
+
+    def accept(self, n_accepted: int, token: int) -> None:
+        if self._ended:
+            return
+        accepted = self._guesses[:n_accepted]
+        if self._guesses:
+            # the last guess was never decoded; of the others, the rejected ones are forgotten
+            held = min(n_accepted, len(self._guesses) - 1)
+            n_rejected = len(self._guesses) - 1 - held
+            if n_rejected:
+                self._roll_back(len(self._kv) - n_rejected)
+            accepted = accepted[held:]
+        self._pending += [*accepted, token]
+        self._guesses = []
+
+    def close(self) -> None: ...
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens the two start with in common."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(np.asarray(a[:n], np.int64) != np.asarray(b[:n], np.int64))
+    return int(differ[0]) if len(differ) else n
+
+
+def check_vocabulary(target: Model, draft: Model) -> None:
+    """DraftError with the first token that differs. Padding, at the end or in the midst of one of the two, is no difference."""
+    refusal = f"{draft.path} cannot draft for {target.path}"
+    types = [llama_cpp.llama_vocab_type(m.vocab) for m in (target, draft)]
+    if types[0] != types[1]:
+        raise DraftError(f"{refusal}: their tokenizers are of different types ({types[1]} and {types[0]})")
+    for token in range(max(target.n_vocab, draft.n_vocab)):
+        texts = [_token_text(m, token) for m in (draft, target)]
+        if texts[0] == texts[1] or any(_is_padding(m, token) for m in (draft, target)):
+            continue
+        shown = ["missing" if text is None else repr(text.decode("utf-8", "replace")) for text in texts]
+        raise DraftError(f"{refusal}: token {token} is {shown[0]} in the draft and {shown[1]} in the target")
+
+
+def _token_text(model: Model, token: int) -> bytes | None:
+    return llama_cpp.llama_vocab_get_text(model.vocab, token) if token < model.n_vocab else None
+
+
+def _is_padding(model: Model, token: int) -> bool:
+    return token < model.n_vocab and bool(llama_cpp.llama_vocab_get_attr(model.vocab, token) & _UNUSED)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------
+# how many guesses
+
+
+class DraftLength:
+    """How many tokens to draft, from measured acceptance and measured times.
+
+    With each guess accepted at rate a, n guesses yield (1 − a^(n+1)) / (1 − a) tokens (Leviathan et al. 2023, equation 1) in
+    the time of verifying n + 1 tokens and drafting n. The n of the most tokens per second is taken, 0 included. Times are
+    medians of the last few steps of each length, and between lengths interpolated; lengths that have not been tried for long
+    are, at growing intervals while drafting does not pay.
+    """
+
+    WINDOW = 7  # steps of each length that a median looks at
+    FADE, FADE_OFF = (
+        0.97,
+        0.85,
+    )  # of acceptance, per step with a draft: some 30 steps are remembered, 6 where few are tried
+    WARM = 3  # steps of each length of the first cycle, and of a try
+    PROBE, PROBE_MAX = (
+        24,
+        192,
+    )  # steps between tries of another length; doubled up to the maximum while the best length is 0
+
+    def __init__(self, draft_max: int, *, fixed: bool = False) -> None:
+        self.draft_max = draft_max
+        self.fixed = fixed
+        self.off = False  # drafting costs more than it gains
+        self._verify: dict[int, deque[float]] = {}  # by number of guesses
+        self._median: dict[int, float] = {}  # of these
+        self._draft: deque[float] = deque(maxlen=self.WINDOW)  # seconds for a guess
+        self._accepted, self._tested = 0.7, 1.0  # a weak prior
+        first = sorted({draft_max, 0, (draft_max + 1) // 2})
+        self._queue = [] if fixed or draft_max == 0 else [n for n in first for _ in range(self.WARM)]
+        self._since = 0
+        self._interval = self.PROBE
+        self._best = draft_max
+        self._lengths = np.arange(draft_max + 1)
+
+    @property
+    def acceptance(self) -> float:
+        """The rate at which a guess that was looked at stays."""
+        return self._accepted / self._tested
+
+    def choose(self) -> int:
+        """The number of guesses for the coming step."""
+        if self.fixed or self.draft_max == 0:
+            return self.draft_max
+        if self._queue:
+            return self._queue.pop()
+        self._since += 1
+        if self._since < self._interval:
+            return self._best
+        self._since = 0
+        self._interval = min(2 * self._interval, self.PROBE_MAX) if self.off else self.PROBE
+        other = self._best + 1 if self._best < self.draft_max else self._best - 1
+        self._queue = [other] * self.WARM
+        return self._queue.pop()
+
+    def observe(self, n_drafted: int, n_accepted: int, draft_seconds: float, verify_seconds: float) -> None:
+        """What a step did. verify_seconds: from the decode to the accepted tokens."""
+        if self.fixed or self.draft_max == 0:
+            return
+        times = self._verify.setdefault(n_drafted, deque(maxlen=self.WINDOW))
+        times.append(verify_seconds)
+        self._median[n_drafted] = median(times)
+        if n_drafted:
+            self._draft.append(draft_seconds / n_drafted)
+            fade = self.FADE_OFF if self.off else self.FADE
+            self._accepted = fade * self._accepted + n_accepted
+            self._tested = fade * self._tested + n_accepted + (n_accepted < n_drafted)
+        if not self._queue and 0 in self._verify and self._draft:
+            self._best = int(self.speeds().argmax())
+            self.off = self._best == 0
+
+    def speeds(self) -> NDArray[np.float64]:
+        """Expected tokens per second with 0, 1, … draft_max guesses, float64."""
+        a = min(self.acceptance, 0.999)
+        known = sorted(self._median)
+        verify = np.interp(self._lengths, known, [self._median[n] for n in known])
+        tokens = (1 - a ** (self._lengths + 1)) / (1 - a)
+        return np.asarray(tokens / (verify + self._lengths * median(self._draft)), np.float64)

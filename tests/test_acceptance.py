@@ -1,0 +1,251 @@
+"""Drafting leaves the law of sampled text as it is: the probabilities are llama.cpp's, the acceptance is exact."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+llama_cpp = pytest.importorskip("llama_cpp")
+
+from moespac_llamacpp.acceptance import Law, Sampler, Sampling, log_probability, verify  # noqa: E402
+
+N_VOCAB = 16
+CHAINS = {
+    "temperature": Sampling(temperature=0.9, top_k=0, top_p=1, min_p=0),
+    "all": Sampling(temperature=1.4, top_k=9, top_p=0.95, min_p=0.04),
+    "penalties": Sampling(
+        temperature=1.1, top_k=9, repeat_penalty=1.5, frequency_penalty=0.4, presence_penalty=0.3, penalty_last_n=8
+    ),
+}
+
+
+def critical(n_free: int, z: float = 3.72) -> float:
+    """The chi-square that chance exceeds in 1 of 10,000 cases (Wilson and Hilferty 1931)."""
+    return n_free * (1 - 2 / (9 * n_free) + z * (2 / (9 * n_free)) ** 0.5) ** 3
+
+
+def chi_square(seen: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> tuple[float, float]:
+    """(chi-square, its critical value); texts that are too rare for the test count as one."""
+    n = seen.total()
+    assert set(seen) <= set(law), "a text came that the law excludes"
+    assert abs(sum(law.values()) - 1) < 1e-9
+    often = [text for text, p in law.items() if n * p >= 8]
+    expected = [n * law[text] for text in often]
+    observed = [seen[text] for text in often]
+    if n - sum(expected) >= 8:
+        expected.append(n - sum(expected))
+        observed.append(n - sum(observed))
+    value = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    return value, critical(len(expected) - 1)
+
+
+class World:
+    """A target and a draft whose logits depend on the last token alone: the exact law of a text can be summed up."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        rng = np.random.default_rng(11)
+        self.target = (2 * rng.standard_normal((N_VOCAB, N_VOCAB))).astype(np.float32)
+        self.draft = (self.target + 1.2 * rng.standard_normal((N_VOCAB, N_VOCAB))).astype(np.float32)
+        self.sampler = Sampler(sampling, N_VOCAB)
+        self.prompt = [3, 5, 3]
+
+    def law(self, n: int) -> dict[tuple[int, ...], float]:
+        """Probability of each text of n tokens after the prompt, without any draft."""
+        texts = {(): 1.0}
+        for _ in range(n):
+            longer = {}
+            for text, p in texts.items():
+                so_far = [*self.prompt, *text]
+                self.sampler.reset(so_far)
+                law = self.sampler.law(self.target[so_far[-1]])
+                longer |= {(*text, int(t)): p * float(q) for t, q in zip(law.ids, law.p, strict=True)}
+            texts = longer
+        return texts
+
+    def sampled(self, n: int, accept: Callable[..., list[int]], n_drafts: int, drawn: bool) -> tuple[int, ...]:
+        """A text of n tokens, with a draft in each step: drawn from its law, or its likeliest tokens."""
+        text: list[int] = []
+        self.sampler.reset(self.prompt)
+        while len(text) < n:
+            last = ([*self.prompt, *text])[-1]
+            guesses: list[int] = []
+            q: list[Law] = []
+            fork = self.sampler.fork()
+            for _ in range(n_drafts):
+                logits = self.draft[guesses[-1] if guesses else last]
+                law = fork.law(logits)
+                guesses.append(fork.draw(law) if drawn else int(logits.argmax()))
+                fork.accept(guesses[-1])
+                q.append(law)
+            fork.close()
+            rows = self.target[[last, *guesses]]
+            text += accept(self.sampler, rows, guesses, q if drawn else None)
+        return tuple(text[:n])
+
+
+def naive(sampler: Sampler, logits: np.ndarray, drafts: Sequence[int], q: Sequence[Law] | None = None) -> list[int]:
+    """A draft stays if a sample of the target equals it; if none does, the target is sampled once more. (To keep the sample that
+    was compared would be exact.)"""
+    tokens: list[int] = []
+    for i, draft in enumerate(drafts):
+        if sampler.draw(sampler.law(logits[i])) != draft:
+            break
+        sampler.accept(draft)
+        tokens.append(draft)
+    tokens.append(sampler.draw(sampler.law(logits[len(tokens)])))
+    sampler.accept(tokens[-1])
+    return tokens
+
+
+@pytest.fixture(params=CHAINS)
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    world = World(replace(CHAINS[request.param], seed=5))
+    yield world
+    world.sampler.close()
+
+
+def histogram(texts: Iterable[tuple[int, ...]]) -> Counter[tuple[int, ...]]:
+    return Counter(texts)
+
+
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point-mass"])
+def test_drafting_keeps_the_targets_law(world: World, drawn: bool) -> None:
+    law = world.law(2)
+    seen = histogram(world.sampled(2, verify, 2, drawn) for _ in range(5000))
+    value, limit = chi_square(seen, law)
+    assert value < limit
+
+
+def test_the_law_test_notices_accept_if_equal(world: World) -> None:
+    law = world.law(2)
+    for drawn in (True, False):
+        value, limit = chi_square(histogram(world.sampled(2, naive, 2, drawn) for _ in range(4000)), law)
+        assert value > limit
+
+
+def test_a_draft_that_knows_the_law_is_always_accepted(world: World) -> None:
+    world.draft = world.target
+    world.sampler.reset(world.prompt)
+    for _ in range(200):
+        fork = world.sampler.fork()
+        law = fork.law(world.draft[3])
+        guess = fork.draw(law)
+        fork.close()
+        assert verify(world.sampler, world.target[[3, guess]], [guess], [law])[0] == guess
+
+
+def test_acceptance_is_the_overlap_of_the_two_laws() -> None:
+    """Leviathan et al. 2023, theorem 3.5: the chance of acceptance is the sum of min(p, q)."""
+    world = World(replace(CHAINS["all"], seed=1))
+    p, q = world.sampler.law(world.target[3]), world.sampler.law(world.draft[3])
+    overlap = sum(min(p.of(t), q.of(t)) for t in range(N_VOCAB))
+    n, stayed = 4000, 0
+    for _ in range(n):
+        guess = world.sampler.draw(q)
+        stayed += len(verify(world.sampler, world.target[[3, guess]], [guess], [q])) == 2
+    assert abs(stayed / n - overlap) < 4 * (overlap * (1 - overlap) / n) ** 0.5
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_law_is_that_of_llama_cpps_own_chain(name: str) -> None:
+    """The same chain with upstream's last sampler, dist, at its end: its samples follow our probabilities."""
+    sampling = replace(CHAINS[name], seed=2)
+    logits = World(sampling).target[3]
+    text = [3, 5, 3, 3]
+    with Sampler(sampling, N_VOCAB) as ours, Sampler(sampling, N_VOCAB) as theirs:
+        llama_cpp.llama_sampler_chain_add(theirs._chain, llama_cpp.llama_sampler_init_dist(7))
+        ours.reset(text)
+        for token in text:
+            theirs.accept(token)
+        law = ours.law(logits)
+        seen: Counter[tuple[int, ...]] = Counter()
+        data = (llama_cpp.llama_token_data * N_VOCAB)()
+        for _ in range(2500):
+            for i in range(N_VOCAB):
+                data[i] = llama_cpp.llama_token_data(i, float(logits[i]), 0.0)
+            array = llama_cpp.llama_token_data_array(data, N_VOCAB, -1, False)
+            llama_cpp.llama_sampler_apply(theirs._chain, ctypes.byref(array))
+            seen[(int(array.data[array.selected].id),)] += 1
+    value, limit = chi_square(seen, {(int(t),): float(p) for t, p in zip(law.ids, law.p, strict=True)})
+    assert value < limit
+
+
+def test_greedy_takes_the_targets_argmax() -> None:
+    logits = np.random.default_rng(0).standard_normal((4, N_VOCAB)).astype(np.float32)
+    best = logits.argmax(axis=1).tolist()
+    other = (best[1] + 1) % N_VOCAB
+    with Sampler(Sampling(), N_VOCAB) as sampler:
+        assert verify(sampler, logits, best[:3]) == best
+        assert verify(sampler, logits, [best[0], other, best[2]]) == best[:2]
+        assert verify(sampler, logits[:1], []) == best[:1]
+
+
+def test_greedy_penalties_follow_each_position() -> None:
+    """Two tokens of nearly equal logits: with a penalty on what was said they alternate, drafted or not."""
+    logits = np.zeros((5, N_VOCAB), np.float32)
+    logits[:, 4], logits[:, 9] = 5.0, 4.9
+    sampling = Sampling(presence_penalty=1.0, penalty_last_n=1)
+    with Sampler(sampling, N_VOCAB) as sampler:
+        sampler.reset([4])
+        assert verify(sampler, logits, [9, 4, 9, 4]) == [9, 4, 9, 4, 9]
+        sampler.reset([4])
+        assert verify(sampler, logits, [9, 9, 9, 9]) == [9, 4]
+        assert verify(sampler, logits[:1], []) == [9]
+
+
+def test_a_fork_leaves_its_sampler_as_it_was() -> None:
+    sampling = replace(CHAINS["penalties"], seed=0)
+    logits = World(sampling).target[3]
+    with Sampler(sampling, N_VOCAB) as sampler:
+        sampler.reset([1, 2])
+        before = sampler.law(logits)
+        fork = sampler.fork()
+        fork.accept(3)
+        changed = fork.law(logits)
+        fork.close()
+        after = sampler.law(logits)
+    assert np.array_equal(before.ids, after.ids) and np.array_equal(before.p, after.p)
+    assert not (np.array_equal(before.ids, changed.ids) and np.array_equal(before.p, changed.p))
+
+
+def test_a_draft_of_a_smaller_vocabulary_never_guesses_beyond_it() -> None:
+    with Sampler(CHAINS["temperature"], N_VOCAB) as sampler:
+        law = sampler.law(np.zeros(N_VOCAB - 4, np.float32))
+        assert sorted(law.ids) == list(range(N_VOCAB - 4))
+        assert len(sampler.law(np.zeros(N_VOCAB, np.float32)).ids) == N_VOCAB
+
+
+def test_the_same_seed_draws_the_same() -> None:
+    texts = []
+    for _ in range(2):
+        world = World(replace(CHAINS["all"], seed=77))
+        texts.append([world.sampled(3, verify, 2, True) for _ in range(20)])
+    assert texts[0] == texts[1]
+
+
+def test_log_probabilities_are_those_of_the_bare_logits() -> None:
+    logits = (5 * np.random.default_rng(3).standard_normal(1000)).astype(np.float32)
+    exact = np.exp(logits.astype(np.float64))
+    exact /= exact.sum()
+    for token in (0, 7, int(logits.argmax())):
+        assert abs(log_probability(logits, token) - np.log(exact[token])) < 1e-5
+
+
+@pytest.mark.full
+def test_greedy_acceptance_takes_little_of_a_step() -> None:
+    """Vocabulary of Qwen3, a draft of 3: at most 5 % of a step of 5 ms."""
+    logits = np.random.default_rng(0).standard_normal((4, 151_936)).astype(np.float32)
+    drafts = logits.argmax(axis=1).tolist()[:3]
+    with Sampler(Sampling(), logits.shape[1]) as sampler:
+        times = []
+        for _ in range(200):
+            start = time.perf_counter()
+            verify(sampler, logits, drafts)
+            times.append(time.perf_counter() - start)
+    assert np.median(times) < 0.25e-3
