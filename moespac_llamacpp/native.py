@@ -240,7 +240,7 @@ def set_kernel_limit(level: int) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """One MoE block (llama_moe_row_info): rows below n_layer are layers, later ones second blocks of a layer.
+    """One MoE block (llama_moe_row_info): the row of a layer's first block is its index, second blocks come after all layers.
 
     `fallback` says why the block takes llama.cpp's own path, "" if it runs hybrid."""
 
@@ -404,6 +404,8 @@ class Experts:
 
         In router rank order; -1: not computed (rows without experts, or tokens that the model's last layer leaves out). Views
         of native memory, valid until the next decode. Waits for a decode in flight."""
+        if not _f["llama_moe_n_rows"](self._ctx):
+            raise MoeError(-2, "no per-expert residency is attached to this context")
         n_tokens, n_used = _int32(), _int32()
         found: list[NDArray[np.int32]] = []
         while pointer := _f["llama_moe_choices"](self._ctx, len(found), ctypes.byref(n_tokens), ctypes.byref(n_used)):
