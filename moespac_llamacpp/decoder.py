@@ -6,7 +6,7 @@ A step without a draft is a plain decode of one token. The KV of what a prompt s
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -134,6 +134,8 @@ class Decoder:
         self.report = report
         if not prompt or len(prompt) > context.n_ctx:
             raise ValueError(f"the prompt has {len(prompt)} tokens, the context has room for 1 to {context.n_ctx}")
+        if max_tokens <= 0:  # as llama-cpp-python: until the context is full
+            max_tokens = context.n_ctx
         before = self.drafter.n_evaluated
         start = time.perf_counter()
         logits = self._prompt(prompt)
@@ -168,7 +170,7 @@ class Decoder:
 
     def stream(
         self, prompt: Sequence[int], max_tokens: int, *, stop: Sequence[str] = (), logprobs: bool = False
-    ) -> Iterator[bytes]:
+    ) -> Generator[bytes, None, None]:
         """Yields the text as it comes, up to the first of the stop strings, which may span tokens."""
         stopper = StopText(stop)
         with closing(self.generate(prompt, max_tokens, logprobs=logprobs)) as tokens:
@@ -195,13 +197,8 @@ class Decoder:
             chunk = new[i : i + self.context.n_batch]
             logits = self._decode(chunk, all_logits=self.all_logits)
             if self.residency:
-                self.residency.decoded(chunk, starts=keep == 0 and i == 0, n_draft=self._plans_more)
+                self.residency.observe(chunk, starts=keep == 0 and i == 0)
         return logits
-
-    @property
-    def _plans_more(self) -> int:
-        """How often moves are planned again before the next decode: once the draft is known."""
-        return 1 if self.length.draft_max else 0
 
     def _decode(self, tokens: Sequence[int], *, all_logits: bool) -> NDArray[np.float32]:
         try:
@@ -231,18 +228,17 @@ class Decoder:
         room = min(n_wanted, context.n_ctx - context.n_past) - 1
         n = min(self.length.choose(), room)
         start = time.perf_counter()
-        draft = drafter.propose(n, None if self.sampler.plain else self.sampler) if n > 0 else Draft()
+        draft = self._draft(token, n)
         drafted = time.perf_counter()
         batch = [token, *draft.tokens]
-        if self.residency and draft.tokens:
-            self.residency.expect(batch)
+        if self.residency:
+            self.residency.publish()
         logits = self._decode(batch, all_logits=True)
         decoded = time.perf_counter()
         tokens = verify(self.sampler, logits, draft.tokens, draft.q)
         n_accepted = len(tokens) - 1
         self._log(logits, tokens, logprobs)
-        if n_accepted < len(draft.tokens):
-            self._reject(len(draft.tokens) - n_accepted)
+        observed = n_accepted == len(draft.tokens) or self._reject(len(draft.tokens) - n_accepted)
         if self.length.draft_max:
             drafter.accept(n_accepted, tokens[-1])
         accepted = time.perf_counter()
@@ -254,20 +250,33 @@ class Decoder:
         report.accept_seconds += accepted - decoded
         self.length.observe(len(draft.tokens), n_accepted, drafted - start, accepted - drafted)
         self._notice()
-        if self.residency:
-            self.residency.decoded(batch, [i <= n_accepted for i in range(len(batch))], n_draft=self._plans_more)
+        if self.residency and observed:
+            self.residency.observe(batch, [i <= n_accepted for i in range(len(batch))])
         return tokens
 
-    def _reject(self, n: int) -> None:
-        """Forgets the last n tokens."""
+    def _draft(self, token: int, n: int) -> Draft:
+        """Up to n guesses after the token; moves start with each token that becomes known, while the draft takes its time."""
+        residency, drafter = self.residency, self.drafter
+        sampler = None if self.sampler.plain else self.sampler
+        if residency is None or not drafter.takes_time or n < 1:
+            if residency:
+                residency.plan()
+            return drafter.propose(n, sampler) if n > 0 else Draft()
+        residency.plan(n_expect=n)  # the last token, and all guesses but the last
+        residency.expect([token])
+        return drafter.propose(n, sampler, on_guess=lambda guess: residency.expect([guess]))
+
+    def _reject(self, n: int) -> bool:
+        """Forgets the last n tokens; False if what stays had to be decoded again, so that the batch's routing is gone."""
         kept = self._kv[: len(self._kv) - n]
         if self._roll_back(len(kept)):
-            return
+            return True
         # can_roll_back said otherwise: correct, once more from the start, and never again
         self.report.notices.append("this model could not roll back a rejected draft: drafting is off")
         self.length = DraftLength(0)
         for i in range(0, len(kept), self.context.n_batch):
             self._decode(kept[i : i + self.context.n_batch], all_logits=self.all_logits)
+        return False
 
     def _log(self, logits: NDArray[np.float32], tokens: Sequence[int], wanted: bool) -> None:
         if wanted:

@@ -6,7 +6,7 @@ One protocol: `begin` with the text, then for each step `propose` and `accept` w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from moespac_llamacpp.acceptance import Law, Sampler
 from moespac_llamacpp.models import Context, Model
+
+OnGuess = Callable[[int], object]
 
 _UNUSED = 2  # LLAMA_TOKEN_ATTR_UNUSED: how padding is marked
 
@@ -34,16 +36,20 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """notices: sentences for the user, each said once; who shows one removes it. n_evaluated: tokens decoded by the draft."""
+    """notices: sentences for the user, each said once; who shows one removes it. n_evaluated: tokens decoded by the draft.
+    takes_time: a proposal takes so long that experts can be uploaded meanwhile."""
 
     notices: list[str]
     n_evaluated: int
+    takes_time: bool
 
     def begin(self, tokens: Sequence[int]) -> None:
         """A text starts: it may share a prefix with the last one."""
 
-    def propose(self, n: int, sampler: Sampler | None = None) -> Draft:
-        """At most n guesses of what follows. sampler: draw them by this sampler, which is left as it was; None: greedily."""
+    def propose(self, n: int, sampler: Sampler | None = None, on_guess: OnGuess | None = None) -> Draft:
+        """At most n guesses of what follows. sampler: draw them by this sampler, which is left as it was; None: greedily.
+
+        on_guess: called with each guess after which more time passes, if the drafter takes time."""
 
     def accept(self, n_accepted: int, token: int) -> None:
         """The first n_accepted guesses stay, then `token` follows. Told after every step, also those without a draft."""
@@ -54,13 +60,15 @@ class Drafter(Protocol):
 class NoDraft:
     """Never guesses."""
 
+    takes_time = False
+
     def __init__(self) -> None:
         self.notices: list[str] = []
         self.n_evaluated = 0
 
     def begin(self, tokens: Sequence[int]) -> None: ...
 
-    def propose(self, n: int, sampler: Sampler | None = None) -> Draft:
+    def propose(self, n: int, sampler: Sampler | None = None, on_guess: OnGuess | None = None) -> Draft:
         return Draft()
 
     def accept(self, n_accepted: int, token: int) -> None: ...
@@ -72,6 +80,8 @@ class NgramDraft:
     """Guesses that the text goes on as it did after the last place with the same few tokens; longer matches first.
 
     Prompt lookup decoding (Saxena 2023), with an index instead of a search: a step costs the same in a long text."""
+
+    takes_time = False
 
     def __init__(self, n_max: int = 4, n_min: int = 2) -> None:
         if not 1 <= n_min <= n_max:
@@ -97,7 +107,7 @@ class NgramDraft:
                 self._next[tuple(self._text[at - n :])] = at
         self._text.append(token)
 
-    def propose(self, n: int, sampler: Sampler | None = None) -> Draft:
+    def propose(self, n: int, sampler: Sampler | None = None, on_guess: OnGuess | None = None) -> Draft:
         text, self._guesses = self._text, []
         for size in self.sizes:
             at = self._next.get(tuple(text[-size:])) if size <= len(text) else None
@@ -122,6 +132,8 @@ class GgufDraft:
 
     context: of the draft model, without experts attached; the caller owns it. Where it runs is up to its model."""
 
+    takes_time = True
+
     def __init__(self, context: Context, target: Model) -> None:
         """DraftError: the vocabularies differ, or the draft cannot roll back."""
         check_vocabulary(target, context.model)
@@ -136,6 +148,7 @@ class GgufDraft:
         self._pending: list[int] = []  # the text's tokens that it does not hold yet
         self._guesses: list[int] = []
         self._ended = False
+        self._told: set[str] = set()
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._ended = False
@@ -145,7 +158,7 @@ class GgufDraft:
         self._roll_back(max(0, keep))
         self._pending = list(tokens[len(self._kv) :])
         # All but the last token now, in the prompt's time: the first guess then costs what a guess costs.
-        if self._room() > 1:
+        if self._room() > 1 and all(token < self.context.model.n_vocab for token in self._pending):
             self._decode(self._pending[:-1])
             self._pending = self._pending[-1:]
 
@@ -184,9 +197,11 @@ class GgufDraft:
 
     def _end(self, notice: str) -> None:
         self._ended = True
-        self.notices.append(notice)
+        if notice not in self._told:
+            self._told.add(notice)
+            self.notices.append(notice)
 
-    def propose(self, n: int, sampler: Sampler | None = None) -> Draft:
+    def propose(self, n: int, sampler: Sampler | None = None, on_guess: OnGuess | None = None) -> Draft:
         self._guesses = []
         n = self._may_draft(n)
         if n == 0:
@@ -197,7 +212,9 @@ class GgufDraft:
             self._decode(self._pending[:-1])
             token = self._pending[-1]
             self._pending = []
-            for _ in range(n):
+            for i in range(n):
+                if i > 0 and on_guess:
+                    on_guess(token)
                 logits = self.context.decode([token])[-1, : self.n_vocab]
                 self._kv.append(token)
                 self.n_evaluated += 1

@@ -75,12 +75,21 @@ class Residency:
         self._plans_left, self._moves_left = n_draft + 1, self.max_moves
         return self._move(wait)
 
-    def decoded(
-        self, tokens: Sequence[int], accepted: Sequence[bool] | None = None, *, starts: bool = False, n_draft: int = 0
-    ) -> int:
-        """`step` for the decode of these tokens, with the experts that each of them chose."""
+    def observe(self, tokens: Sequence[int], accepted: Sequence[bool] | None = None, *, starts: bool = False) -> None:
+        """Tells the policy of the decode of these tokens, with the experts that each of them chose."""
         choices = np.concatenate(self.experts.choices(), axis=1)
-        return self.step(self.last_batch(tokens, accepted, choices, starts), n_draft=n_draft)
+        self.policy.observe(self.last_batch(tokens, accepted, choices, starts))
+
+    def plan(self, n_expect: int = 0) -> int:
+        """Starts a step's moves from what was observed. n_expect: starts none, but lets so many calls of `expect` share them.
+
+        Expect tokens only if time passes before their decode: what lands after it was planned for the wrong batch."""
+        self._plans_left, self._moves_left = max(1, n_expect), self.max_moves
+        return 0 if n_expect else self._move(wait=False)
+
+    def publish(self) -> int:
+        """Makes what has landed visible; to be called right before a decode. Never waits."""
+        return self.experts.publish()
 
     def expect(self, tokens: Sequence[int]) -> int:
         """Tokens that the next decode will have, in order, the last accepted one first; starts moves and returns how many."""
@@ -92,18 +101,22 @@ class Residency:
         self._plans_left -= 1
         moves = self.policy.plan(self.resident(), Limits(self.n_slots, allowed))
         self._moves_left -= len(moves)
+        n_started = 0
         for move in moves:
             if move.victim is not None:
                 self.experts.evict(move.row, move.victim)
             try:
                 self.experts.load(move.row, move.expert)
+                n_started += 1
             except native.MoeError as error:
-                # a withdrawn upload holds its slot until it has landed: the next plan will ask again; a failed device lane takes
-                # no more uploads, and generation goes on without it
-                if error.status not in ("NO_FREE_SLOT", "FAILED"):
+                if error.status == "FAILED":  # the device lane takes no more uploads; generation goes on without it
+                    self.max_moves = self._moves_left = 0
+                    break
+                # a withdrawn upload holds its slot until it has landed: the next plan will ask again
+                if error.status != "NO_FREE_SLOT":
                     raise
         if wait:
             self.experts.sync()
         self.experts.publish()
-        self.n_moves += len(moves)
-        return len(moves)
+        self.n_moves += n_started
+        return n_started

@@ -55,13 +55,17 @@ class Shuffle:
         experts.sync()
         experts.publish()
 
+    def observe(self, tokens: Sequence[int], accepted: Sequence[bool] | None = None, *, starts: bool = False) -> None:
+        pass
+
+    def plan(self, n_expect: int = 0) -> int:
+        return self.step()
+
     def expect(self, tokens: Sequence[int]) -> int:
         return 0
 
-    def decoded(
-        self, tokens: Sequence[int], accepted: Sequence[bool] | None = None, *, starts: bool = False, n_draft: int = 0
-    ) -> int:
-        return self.step()
+    def publish(self) -> int:
+        return self.experts.publish()
 
     def step(self) -> int:
         for row in self.rows:

@@ -21,6 +21,8 @@ from moespac_llamacpp.acceptance import Sampler, Sampling
 from moespac_llamacpp.decoder import Decoder, StopText
 from moespac_llamacpp.draft import Draft, DraftError, GgufDraft, NgramDraft, NoDraft
 from moespac_llamacpp.models import Context, Model
+from moespac_llamacpp.policies import make
+from moespac_llamacpp.residency import Residency
 from pair import (
     PROMPTS,
     TARGET,
@@ -461,3 +463,29 @@ def test_a_missing_draft_model_is_one_sentence(
     done = moespac("generate", "x", "-m", str(copy), "--draft", "model")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == "moespac: --draft model needs a draft model: give one with -md\n"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_policy_learns_from_every_batch_but_one_that_was_read_anew(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The real Residency, fed by the decoder; a rollback that fails leaves the routing of another decode behind."""
+    with target_context(pair) as context, draft_context(pair) as own:
+        assert context.experts is not None
+        slots = [8 if r.hybrid else 0 for r in map(context.experts.row, range(context.experts.n_rows))]
+        context.experts.set_slots(slots)
+        policy = make("moe-spac", context.experts.n_rows, context.experts.n_expert)
+        residency = Residency(context.experts, policy)
+        decoder = Decoder(context, residency, drafter=GgufDraft(own, pair.target), draft_max=4, draft_fixed=True)
+        seen: list[int] = []
+        observe = policy.observe
+        monkeypatch.setattr(policy, "observe", lambda batch: (seen.append(batch.n_tokens), observe(batch)))
+        if fails:
+            monkeypatch.setattr(context, "rollback", lambda n_past: n_past == 0 and Context.rollback(context, 0))
+        prompt = pair.target.tokenize(PROMPTS[0])
+        tokens = list(decoder.generate(prompt, 40))
+        assert len(tokens) > 10 and seen[0] == len(prompt)
+        assert residency.n_moves > 0
+        if not fails:
+            assert sum(seen) == decoder.report.n_evaluated
+        decoder.close()

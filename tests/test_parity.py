@@ -61,7 +61,9 @@ def tolerances(path: Path, name: str, expert_type: str, device: native.Device) -
     F32 on the CPU: only the order of addition differs. Other types round activations, and a last bit may flip a rounding;
     on a device, twice upstream's own difference between its CPU and its device path is the measure."""
     if device.kind == "cpu":
-        return (1e-5, 2e-5) if expert_type == "F32" else (1e-3, 1e-2)
+        return (
+            (1e-5, 2e-5) if expert_type == "F32" else (5e-3, 1e-2)
+        )  # one flipped last bit in a row of 96 is up to 4e-3
     with (
         load_with_host_experts(path, device) as on_host,
         load_model(path, n_gpu_layers=99) as on_device,
@@ -86,12 +88,14 @@ def check(root: Path, name: str, expert_type: str, down_type: str, n_ff: int) ->
         # From 32 tokens on, upstream computes host experts on a GPU (op_offload): there it is no reference for repeated ids.
         widths = [n for n in WIDTHS if n < 32] if p.family.repeats and device.kind != "cpu" else WIDTHS
         logit_limit = max(logit_limit, *(2 * p.upstream_noise(tokens(n)) for n in widths))
+        ops = []
         for share in SHARES:
             p.fill(share)
             n_hot = n_cold = n_rerouted = 0
             for n in widths:
                 d = p.compare(tokens(n))
                 n_hot, n_cold, n_rerouted = n_hot + d.n_hot, n_cold + d.n_cold, n_rerouted + d.n_rerouted
+                ops.append(d.op)
                 assert d.tie <= tie_limit, f"share {share}, {n} tokens: other experts {d.tie:.1e} away from a tie"
                 assert d.op <= op_limit, (
                     f"share {share}, {n} tokens: first block differs by {d.op:.1e} > {op_limit:.1e}"
@@ -101,6 +105,8 @@ def check(root: Path, name: str, expert_type: str, down_type: str, n_ff: int) ->
                 )
             assert n_rerouted <= sum(WIDTHS) // 8, (share, n_rerouted)
             assert (n_hot > 0) == (share > 0) and (n_cold > 0) == (share < 1), (share, n_hot, n_cold)
+        if device.kind == "cpu":  # flips are rare: most batches differ by the order of addition alone
+            assert np.median(ops) < 1e-5, ops
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
