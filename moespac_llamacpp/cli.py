@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from json import dumps
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -16,8 +19,10 @@ import typer
 from moespac_llamacpp import __version__, native
 from moespac_llamacpp._build import installed_version
 from moespac_llamacpp.acceptance import Sampling
+from moespac_llamacpp.chat import Chat, ContextFullError
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import Drafter, GgufDraft, NgramDraft, NoDraft
+from moespac_llamacpp.inspection import InspectError, inspect
 from moespac_llamacpp.memory import parse_bytes, slots_for_bytes, slots_for_share
 from moespac_llamacpp.models import Context, LoadError, Model, capture_log
 from moespac_llamacpp.policies import NAMES as POLICIES
@@ -58,6 +63,26 @@ class DraftKind(str, enum.Enum):
     model = "model"
     ngram = "ngram"
     none = "none"
+
+
+DraftOption = Annotated[
+    DraftKind | None, typer.Option("--draft", help="Who drafts (default: the draft model, if there is one).")
+]
+DraftFixedOption = Annotated[
+    bool, typer.Option("--draft-fixed", help="Always draft --draft-max tokens, instead of as many as pay.")
+]
+DraftLayersOption = Annotated[
+    int, typer.Option("--gpu-layers-draft", "-ngld", help="Layers of the draft model on the GPU, -1: all.")
+]
+TempOption = Annotated[float, typer.Option("--temp", min=0, help="Temperature, 0: greedy.")]
+TopKOption = Annotated[int, typer.Option("--top-k", help="Sample from the k likeliest tokens, 0: all.")]
+TopPOption = Annotated[float, typer.Option("--top-p", help="Sample from the likeliest tokens of this mass, 1: all.")]
+MinPOption = Annotated[
+    float, typer.Option("--min-p", help="Least probability, relative to the likeliest token's, 0: any.")
+]
+PenaltyOption = Annotated[float, typer.Option("--repeat-penalty", help="Penalty on recent tokens, 1: none.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", "-s", help="Seed of the sampler (default: random).")]
+StopOption = Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")]
 
 
 @dataclass(frozen=True)
@@ -271,27 +296,17 @@ def generate(
     device: DeviceOption = None,
     policy: PolicyOption = "moe-spac",
     draft_model: DraftModelOption = None,
-    draft: Annotated[
-        DraftKind | None, typer.Option(help="Who drafts (default: the draft model, if there is one).")
-    ] = None,
+    draft: DraftOption = None,
     draft_max: DraftMaxOption = 8,
-    draft_fixed: Annotated[
-        bool, typer.Option("--draft-fixed", help="Always draft --draft-max tokens, instead of as many as pay.")
-    ] = False,
-    draft_gpu_layers: Annotated[
-        int, typer.Option("--gpu-layers-draft", "-ngld", help="Layers of the draft model on the GPU, -1: all.")
-    ] = -1,
-    temp: Annotated[float, typer.Option("--temp", min=0, help="Temperature, 0: greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option("--top-k", help="Sample from the k likeliest tokens, 0: all.")] = 40,
-    top_p: Annotated[
-        float, typer.Option("--top-p", help="Sample from the likeliest tokens of this mass, 1: all.")
-    ] = 0.95,
-    min_p: Annotated[
-        float, typer.Option("--min-p", help="Least probability, relative to the likeliest token's, 0: any.")
-    ] = 0.05,
-    repeat_penalty: Annotated[float, typer.Option("--repeat-penalty", help="Penalty on recent tokens, 1: none.")] = 1.0,
-    seed: Annotated[int | None, typer.Option("--seed", "-s", help="Seed of the sampler (default: random).")] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
+    draft_fixed: DraftFixedOption = False,
+    draft_gpu_layers: DraftLayersOption = -1,
+    temp: TempOption = 0.0,
+    top_k: TopKOption = 40,
+    top_p: TopPOption = 0.95,
+    min_p: MinPOption = 0.05,
+    repeat_penalty: PenaltyOption = 1.0,
+    seed: SeedOption = None,
+    stop: StopOption = None,
 ) -> None:
     """Continue a prompt, greedily unless --temp is given."""
     capture_log()
@@ -302,6 +317,160 @@ def generate(
         tokens = target.tokenize(target.chat_prompt(prompt) if chat else prompt)
         stream(decoder, tokens, max_tokens, stop or ())
         typer.echo(summary(decoder), err=True)
+
+
+class Interrupts:
+    """Ctrl-C while an answer comes stops the answer, between two tokens; a second one, or one at other times, interrupts."""
+
+    def __init__(self) -> None:
+        self.answering = self.pressed = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.answering or self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        before = signal.signal(signal.SIGINT, self._handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    @contextmanager
+    def answer(self) -> Iterator[None]:
+        self.answering, self.pressed = True, False
+        try:
+            yield
+        finally:
+            self.answering = False
+
+
+def read_line() -> str | None:
+    """The next line of stdin, with line editing in a terminal; None at its end."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401 (input() uses it)
+        try:
+            return input("> ")
+        except EOFError:
+            typer.echo()
+            return None
+    line = sys.stdin.readline()
+    return line.rstrip("\r\n") if line else None
+
+
+def answer(
+    chat: Chat, interrupts: Interrupts, line: str, max_tokens: int | None, stop: Sequence[str], json: bool
+) -> bool:
+    """Prints the answer to a line, and its status; False if there was no room for one."""
+    said = b""
+    try:
+        with interrupts.answer(), closing(chat.say(line, max_tokens, stop)) as pieces:
+            for piece in pieces:
+                said += piece
+                if not json:
+                    sys.stdout.buffer.write(piece)
+                    sys.stdout.buffer.flush()
+                if interrupts.pressed:
+                    break
+    except ContextFullError as error:
+        if json:
+            typer.echo(dumps({"error": str(error)}))
+        typer.echo(f"moespac: {error} (/clear, or -c)", err=True)
+        return False
+    finally:
+        if said and not json:
+            typer.echo()
+    for notice in chat.decoder.report.notices:
+        typer.echo(f"moespac: {notice}", err=True)
+    if json:
+        typer.echo(dumps({"text": said.decode("utf-8", "replace"), **chat.last.record()}))
+        return True
+    if chat.last.finish_reason == "interrupted":
+        typer.echo("moespac: the answer was stopped", err=True)
+    elif chat.full:
+        n_ctx = chat.decoder.context.n_ctx
+        typer.echo(f"moespac: the context of {n_ctx} tokens is full: the answer ends here (/clear, or -c)", err=True)
+    elif chat.last.finish_reason == "length":
+        typer.echo(f"moespac: the answer ends after {chat.last.n_generated} tokens, as -n says", err=True)
+    typer.echo(f"[{chat.last.status()}]", err=True)
+    return True
+
+
+@app.command("chat")
+def chat_command(
+    model: ModelOption = TINY_MODEL,
+    system_prompt: Annotated[
+        str | None, typer.Option("--system-prompt", "-sys", help="What the model is told before the first message.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", "-n", min=1, help="Tokens per answer at most (default: no limit).")
+    ] = None,
+    cache_share: ShareOption = 0.25,
+    expert_budget: BudgetOption = None,
+    ctx: ContextOption = 0,
+    threads: ThreadsOption = None,
+    device: DeviceOption = None,
+    policy: PolicyOption = "moe-spac",
+    draft_model: DraftModelOption = None,
+    draft: DraftOption = None,
+    draft_max: DraftMaxOption = 8,
+    draft_fixed: DraftFixedOption = False,
+    draft_gpu_layers: DraftLayersOption = -1,
+    temp: TempOption = 0.0,
+    top_k: TopKOption = 40,
+    top_p: TopPOption = 0.95,
+    min_p: MinPOption = 0.05,
+    repeat_penalty: PenaltyOption = 1.0,
+    seed: SeedOption = None,
+    stop: StopOption = None,
+    json: Annotated[bool, typer.Option("--json", help="A line of JSON for each answer, instead of its text.")] = False,
+) -> None:
+    """Talk with a model: a line is a message; Ctrl-C stops an answer, /clear forgets, /exit or the end of input ends."""
+    capture_log()
+    drafting = DraftOptions(draft, draft_model, draft_max, draft_fixed, draft_gpu_layers)
+    sampling = Sampling(temp, top_k, top_p, min_p, repeat_penalty, seed=None if seed is None or seed < 0 else seed)
+    all_answered = True
+    with session(model, device, ctx, threads, cache_share, expert_budget, policy, drafting, sampling) as decoder:
+        chat = Chat(decoder, system_prompt)
+        interrupts = Interrupts()
+        if sys.stdin.isatty():
+            typer.echo(
+                f"{decoder.context.model.describe()}; /exit ends, /clear forgets, Ctrl-C stops an answer", err=True
+            )
+        with interrupts.caught():
+            while True:
+                try:
+                    line = read_line()
+                    if line is None or line.strip() == "/exit":
+                        break
+                    if line.strip() == "/clear":
+                        chat.clear()
+                        typer.echo("moespac: forgotten", err=True)
+                    elif line.strip():
+                        all_answered &= answer(chat, interrupts, line, max_tokens, stop or (), json)
+                except KeyboardInterrupt:
+                    typer.echo("\nmoespac: /exit or Ctrl-D ends", err=True)
+        total = chat.total
+        answers = "1 answer" if total.n_turns == 1 else f"{total.n_turns} answers"
+        typer.echo(f"{answers}: {total.status()}, {total.n_load_bytes / 2**20:.1f} MiB uploaded", err=True)
+    if not all_answered and not sys.stdin.isatty():
+        raise typer.Exit(1)
+
+
+@app.command("inspect")
+def inspect_command(
+    model: Annotated[Path, typer.Option("--model", "-m", help="GGUF file to look at.")] = TINY_MODEL,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What a GGUF file holds: experts, bytes, weight types. Loads no weights."""
+    try:
+        contents = inspect(model)
+    except InspectError as error:
+        raise fail(error) from error
+    typer.echo(dumps(contents.record(), indent=1) if json else contents.describe())
 
 
 @app.command()

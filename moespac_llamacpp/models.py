@@ -10,9 +10,10 @@ import ctypes
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict
 
 import llama_cpp
 import numpy as np
@@ -23,6 +24,7 @@ from moespac_llamacpp import native
 #: The tensors of routed experts and their biases, as upstream's --cpu-moe names them.
 EXPERT_TENSORS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps\."
 
+_VOCAB_BPE = 2  # enum llama_vocab_type
 LOAD_AUTO, LOAD_NONE = -1, 0  # enum llama_load_mode
 _LOG_ERROR, _LOG_CONT = 4, 5  # enum ggml_log_level
 
@@ -39,11 +41,6 @@ def capture_log() -> None:
     llama_cpp.llama_log_set(_keep_log, ctypes.c_void_p(0))
 
 
-def log_lines(pattern: str) -> list[str]:
-    """Lines of the kept log that contain the text."""
-    return [text for _, text in _log if pattern in text]
-
-
 def _reason() -> str:
     errors = [text for level, text in _log if level == _LOG_ERROR and text]
     return errors[0] if errors else "llama.cpp gave no reason"
@@ -51,6 +48,13 @@ def _reason() -> str:
 
 class LoadError(RuntimeError):
     """A model or context could not be made; the text is the sentence for the user."""
+
+
+class Message(TypedDict):
+    """A message of a chat. role: system, user or assistant."""
+
+    role: str
+    content: str
 
 
 class _BuftOverride(ctypes.Structure):
@@ -125,11 +129,11 @@ class Model:
         llama_cpp.llama_model_desc(self.pointer, text, len(text))
         return text.value.decode("utf-8", "replace")
 
-    def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of the text, with the model's BOS if it wants one; `special`: special tokens in it are recognised."""
+    def tokenize(self, text: str, *, special: bool = True, bos: bool = True) -> list[int]:
+        """Token ids of the text; `special`: special tokens in it are recognised; `bos`: with the model's BOS if it wants one."""
         raw = text.encode()
         tokens = (llama_cpp.llama_token * (len(raw) + 2))()
-        n = llama_cpp.llama_tokenize(self.vocab, raw, len(raw), tokens, len(tokens), True, special)
+        n = llama_cpp.llama_tokenize(self.vocab, raw, len(raw), tokens, len(tokens), bos, special)
         if n < 0:
             raise ValueError(f"{self.path}: the text needs {-n} tokens, more than its {len(raw)} bytes")
         return list(tokens[:n])
@@ -147,15 +151,38 @@ class Model:
         """Does the token end the text or the turn?"""
         return bool(llama_cpp.llama_vocab_is_eog(self.vocab, token))
 
-    def chat_prompt(self, user: str) -> str:
-        """The user's message in the model's chat template; the bare message if the file has none."""
+    @property
+    def splices(self) -> bool:
+        """May the tokens of two texts be joined? Other tokenizers than BPE put a space before what they are given."""
+        return int(llama_cpp.llama_vocab_type(self.vocab)) == _VOCAB_BPE
+
+    def chat_prompt(self, messages: str | Sequence[Message]) -> str:
+        """Messages in the model's chat template, up to where the answer starts; a str is the user's only message.
+
+        The bare messages, a line each, if the file has no template. ValueError: the template refuses them."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        if self._formatter is None:
+            return "\n".join(message["content"] for message in messages)
+        try:
+            return str(self._formatter(messages=list(messages)).prompt)
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise ValueError(f"{self.path}: its chat template fails for these messages: {error}") from error
+
+    @cached_property
+    def _formatter(self) -> Any:
+        """The chat template, compiled; None if the file has none."""
         raw = llama_cpp.llama_model_chat_template(self.pointer, None)
         if not raw:
-            return user
+            return None
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-        formatter = Jinja2ChatFormatter(template=raw.decode(), eos_token="", bos_token="")
-        return str(formatter(messages=[{"role": "user", "content": user}]).prompt)
+        eos = llama_cpp.llama_vocab_eos(self.vocab)
+        eos_text = llama_cpp.llama_vocab_get_text(self.vocab, eos).decode("utf-8", "replace") if eos >= 0 else ""
+        try:  # without BOS: `tokenize` adds it
+            return Jinja2ChatFormatter(template=raw.decode(), eos_token=eos_text, bos_token="")
+        except Exception as error:
+            raise ValueError(f"{self.path}: its chat template cannot be read: {error}") from error
 
 
 class Context:
