@@ -47,6 +47,26 @@ class MoeError(RuntimeError):
         self.status = STATUS.get(status, str(status))
 
 
+class Tensor(ctypes.Structure):
+    """struct ggml_tensor (ggml.h of the pinned llama-cpp-python), for those who watch graphs through an eval callback."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+        ("op", ctypes.c_int),
+        ("op_params", ctypes.c_int32 * 16),
+        ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * 10),
+        ("view_src", ctypes.c_void_p),
+        ("view_offs", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+        ("name", ctypes.c_char * 64),
+        ("extra", ctypes.c_void_p),
+    )
+
+
 class _Params(ctypes.Structure):
     _fields_ = (
         ("device", ctypes.c_void_p),

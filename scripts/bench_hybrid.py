@@ -98,26 +98,6 @@ class PlacedModel(models.Model):
         self.n_ctx_train = int(llama_cpp.llama_model_n_ctx_train(self.pointer))
 
 
-class Tensor(ctypes.Structure):
-    """struct ggml_tensor (ggml.h of llama-cpp-python 0.3.36)."""
-
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("buffer", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * 4),
-        ("nb", ctypes.c_size_t * 4),
-        ("op", ctypes.c_int),
-        ("op_params", ctypes.c_int32 * 16),
-        ("flags", ctypes.c_int32),
-        ("src", ctypes.c_void_p * 10),
-        ("view_src", ctypes.c_void_p),
-        ("view_offs", ctypes.c_size_t),
-        ("data", ctypes.c_void_p),
-        ("name", ctypes.c_char * 64),
-        ("extra", ctypes.c_void_p),
-    )
-
-
 _tensor_get = llama_cpp.llama_cpp._lib.ggml_backend_tensor_get
 _tensor_get.restype, _tensor_get.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
 
@@ -144,10 +124,10 @@ class WatchedContext(models.Context):
         self.n_past = 0
 
     def _on_tensor(self, address: int, ask: bool, _: object) -> bool:
-        tensor = Tensor.from_address(address)
+        tensor = native.Tensor.from_address(address)
         if ask:
             if tensor.src[0]:
-                weight = Tensor.from_address(tensor.src[0])
+                weight = native.Tensor.from_address(tensor.src[0])
                 if b"_exps.weight" in weight.name:
                     self.weights[weight.name.decode()] = (weight.data, weight.nb[2])
             return bool(tensor.name.startswith(b"ffn_moe_out-"))

@@ -320,34 +320,14 @@ def exchange_experts(context: models.Context, token: list[int]) -> Callable[[], 
     return restore
 
 
-class Tensor(ctypes.Structure):
-    """struct ggml_tensor (ggml.h of llama-cpp-python 0.3.36)."""
-
-    _fields_ = (
-        ("type", ctypes.c_int),
-        ("buffer", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * 4),
-        ("nb", ctypes.c_size_t * 4),
-        ("op", ctypes.c_int),
-        ("op_params", ctypes.c_int32 * 16),
-        ("flags", ctypes.c_int32),
-        ("src", ctypes.c_void_p * 10),
-        ("view_src", ctypes.c_void_p),
-        ("view_offs", ctypes.c_size_t),
-        ("data", ctypes.c_void_p),
-        ("name", ctypes.c_char * 64),
-        ("extra", ctypes.c_void_p),
-    )
-
-
 def expert_places(context: models.Context, token: list[int]) -> list[tuple[int, int, int]]:
     """(address, bytes of an expert, experts) of the experts' weights, seen while a watched context decodes a token."""
     places: dict[bytes, tuple[int, int, int]] = {}
 
     def on_tensor(address: int, ask: bool, _: object) -> bool:
-        source = Tensor.from_address(address).src[0]
+        source = native.Tensor.from_address(address).src[0]
         if source:
-            weight = Tensor.from_address(source)
+            weight = native.Tensor.from_address(source)
             if b"_exps.weight" in weight.name:
                 places[weight.name] = (weight.data, weight.nb[2], weight.ne[2])
         return False
