@@ -22,6 +22,10 @@ def block_sizes(experts: native.Experts) -> list[BlockSize]:
     ]
 
 
+#: A policy sees at most so many tokens at once.
+OBSERVED_TOKENS = 32
+
+
 class Residency:
     """Moves experts as a policy asks. Call `step` between decodes, with the last one synchronised; then, if tokens are drafted,
     `expect` with each. max_moves is for a step and its drafts together."""
@@ -76,9 +80,15 @@ class Residency:
         return self._move(wait)
 
     def observe(self, tokens: Sequence[int], accepted: Sequence[bool] | None = None, *, starts: bool = False) -> None:
-        """Tells the policy of the decode of these tokens, with the experts that each of them chose."""
+        """Tells the policy of the decode of these tokens, with the experts that each of them chose.
+
+        A prompt comes to it in pieces of the size of verify batches: policies fade by the batch, and as one batch a long prompt
+        would outweigh all that is generated after it."""
         choices = np.concatenate(self.experts.choices(), axis=1)
-        self.policy.observe(self.last_batch(tokens, accepted, choices, starts))
+        for i in range(0, len(tokens), OBSERVED_TOKENS):
+            part = slice(i, i + OBSERVED_TOKENS)
+            taken = None if accepted is None else accepted[part]
+            self.policy.observe(self.last_batch(tokens[part], taken, choices[:, part], starts and i == 0))
 
     def plan(self, n_expect: int = 0) -> int:
         """Starts a step's moves from what was observed. n_expect: starts none, but lets so many calls of `expect` share them.

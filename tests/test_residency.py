@@ -115,3 +115,26 @@ def test_a_step_with_drafts_makes_no_more_moves_than_it_may() -> None:
         assert moves <= 3
         assert ((experts.table == native.RESIDENT).sum(axis=1) <= 4).all()
     assert residency.n_moves > 40
+
+
+def test_a_long_prompt_is_observed_in_pieces_of_the_size_of_verify_batches() -> None:
+    residency, experts = residency_of(ear := Ear())
+    choices = np.zeros((2, 70, 2), np.int32)
+    experts.choices = lambda: [choices[:, :50], choices[:, 50:]]  # type: ignore[attr-defined]
+    residency.observe(list(range(70)), starts=True)
+    assert [b.n_tokens for b in ear.batches] == [32, 32, 6]
+    assert [b.starts for b in ear.batches] == [True, False, False]
+    assert [int(b.tokens[0]) for b in ear.batches if b.tokens is not None] == [0, 32, 64]
+
+
+def test_a_failed_device_lane_ends_the_moves_but_not_the_generation() -> None:
+    residency, experts = residency_of(make("lru", 2, 16), max_moves=4)
+
+    def refuse(row: int, expert: int) -> None:
+        raise native.MoeError(-13, "the device lane failed")
+
+    experts.load = refuse  # type: ignore[method-assign]
+    experts.last[:, :4] = 1
+    for _ in range(3):
+        assert residency.step() == 0
+    assert residency.n_moves == 0 and residency.max_moves == 0
