@@ -37,6 +37,10 @@ class Sampling:
     penalty_last_n: int = 64
     seed: int | None = None  # None: another one for each sampler
 
+    def __post_init__(self) -> None:
+        if self.penalty_last_n < 0:  # llama.cpp's sampler would silently switch the penalties off
+            raise ValueError(f"penalty_last_n is a number of tokens, not {self.penalty_last_n}")
+
     @property
     def greedy(self) -> bool:
         return self.temperature <= 0
@@ -124,8 +128,7 @@ class Sampler:
         """Forgets all tokens but these."""
         llama_cpp.llama_sampler_reset(self._chain)
         if self.sampling.penalises:
-            last_n = self.sampling.penalty_last_n
-            for token in tokens if last_n < 0 else tokens[-last_n:]:
+            for token in tokens[-self.sampling.penalty_last_n :]:
                 self.accept(token)
 
     def accept(self, token: int) -> None:

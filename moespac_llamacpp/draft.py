@@ -288,8 +288,8 @@ class DraftLength:
 
     With each guess accepted at rate a, n guesses yield (1 − a^(n+1)) / (1 − a) tokens (Leviathan et al. 2023, equation 1) in
     the time of verifying n + 1 tokens and drafting n. The n of the most tokens per second is taken, 0 included. Times are
-    medians of the last few steps of each length, and between lengths interpolated; lengths that have not been tried for long
-    are, at growing intervals while drafting does not pay.
+    medians of the last few steps of each length, and between lengths interpolated. Now and then the length of 0, one less and one
+    more than the best that was not tried for longest is tried, at growing intervals while drafting does not pay.
     """
 
     WINDOW = 7  # steps of each length that a median looks at
@@ -313,6 +313,8 @@ class DraftLength:
         self._accepted, self._tested = 0.7, 1.0  # a weak prior
         first = sorted({draft_max, 0, (draft_max + 1) // 2})
         self._queue = [] if fixed or draft_max == 0 else [n for n in first for _ in range(self.WARM)]
+        self._steps = 0
+        self._last_try: dict[int, int] = {}  # by length, the step
         self._since = 0
         self._interval = self.PROBE
         self._best = draft_max
@@ -334,7 +336,8 @@ class DraftLength:
             return self._best
         self._since = 0
         self._interval = min(2 * self._interval, self.PROBE_MAX) if self.off else self.PROBE
-        other = self._best + 1 if self._best < self.draft_max else self._best - 1
+        near = {0, self._best - 1, self._best + 1} & set(range(self.draft_max + 1)) - {self._best}
+        other = min(sorted(near), key=lambda n: self._last_try.get(n, -1))
         self._queue = [other] * self.WARM
         return self._queue.pop()
 
@@ -342,6 +345,8 @@ class DraftLength:
         """What a step did. verify_seconds: from the decode to the accepted tokens."""
         if self.fixed or self.draft_max == 0:
             return
+        self._steps += 1
+        self._last_try[n_drafted] = self._steps
         times = self._verify.setdefault(n_drafted, deque(maxlen=self.WINDOW))
         times.append(verify_seconds)
         self._median[n_drafted] = median(times)
