@@ -27,8 +27,11 @@ OBSERVED_TOKENS = 32
 
 
 class Residency:
-    """Moves experts as a policy asks. Call `step` between decodes, with the last one synchronised; then, if tokens are drafted,
-    `expect` with each. max_moves is for a step and its drafts together."""
+    """Moves experts as a policy asks, between decodes, with the last one synchronised.
+
+    Who knows the tokens calls `observe` after a decode, `plan` before the next one, `expect` with each token that becomes known
+    while a draft goes on, and `publish` right before the decode. `step` is all of it for who only decodes. max_moves is for
+    one plan and what is expected after it together."""
 
     def __init__(self, experts: native.Experts, policy: Policy, *, max_moves: int = 60) -> None:
         self.experts = experts
@@ -70,14 +73,10 @@ class Residency:
             starts=starts,
         )
 
-    def step(self, batch: Batch | None = None, *, n_draft: int = 0, wait: bool = False) -> int:
-        """Observes the last decode and starts moves; returns how many. Uploads that have landed become visible.
-
-        batch: what `last_batch` gives, for callers that know its tokens. n_draft: so many calls of `expect` will follow, each
-        with an equal share of the moves. wait: let all uploads land and become visible first (start-up, tests)."""
-        self.policy.observe(self.last_batch() if batch is None else batch)
-        self._plans_left, self._moves_left = n_draft + 1, self.max_moves
-        return self._move(wait)
+    def step(self) -> int:
+        """Observes the last decode by its counts and starts moves; returns how many. What has landed becomes visible."""
+        self.policy.observe(self.last_batch())
+        return self.plan()
 
     def observe(self, tokens: Sequence[int], accepted: Sequence[bool] | None = None, *, starts: bool = False) -> None:
         """Tells the policy of the decode of these tokens, with the experts that each of them chose.
@@ -95,7 +94,7 @@ class Residency:
 
         Expect tokens only if time passes before their decode: what lands after it was planned for the wrong batch."""
         self._plans_left, self._moves_left = max(1, n_expect), self.max_moves
-        return 0 if n_expect else self._move(wait=False)
+        return 0 if n_expect else self._move()
 
     def publish(self) -> int:
         """Makes what has landed visible; to be called right before a decode. Never waits."""
@@ -104,9 +103,9 @@ class Residency:
     def expect(self, tokens: Sequence[int]) -> int:
         """Tokens that the next decode will have, in order, the last accepted one first; starts moves and returns how many."""
         self.policy.expect(tokens)
-        return self._move(wait=False)
+        return self._move()
 
-    def _move(self, wait: bool) -> int:
+    def _move(self) -> int:
         allowed = self._moves_left // max(1, self._plans_left)
         self._plans_left -= 1
         moves = self.policy.plan(self.resident(), Limits(self.n_slots, allowed))
@@ -125,8 +124,6 @@ class Residency:
                 # a withdrawn upload holds its slot until it has landed: the next plan will ask again
                 if error.status != "NO_FREE_SLOT":
                     raise
-        if wait:
-            self.experts.sync()
         self.experts.publish()
         self.n_moves += n_started
         return n_started

@@ -309,7 +309,9 @@ def compare(
             if n == 1 and trace is not None:
                 hit, ids = replayed(experts.counts(), trace[tokens[0]])
                 found, total = found + hit, total + ids
-            residency.step(wait=True)
+            residency.step()
+            residency.experts.sync()
+            residency.publish()
         perf = experts.perf_total()
         check.hot_pairs += perf.n_hot_pairs
         check.cold_pairs += perf.n_cold_pairs

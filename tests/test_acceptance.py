@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import llama_cpp
 import numpy as np
 import pytest
 
-llama_cpp = pytest.importorskip("llama_cpp")
-
-from moespac_llamacpp.acceptance import Law, Sampler, Sampling, log_probability, verify  # noqa: E402
+from moespac_llamacpp.acceptance import Law, Sampler, Sampling, log_probability, verify
 
 N_VOCAB = 16
 CHAINS = {

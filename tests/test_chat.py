@@ -17,8 +17,6 @@ import gguf
 import numpy as np
 import pytest
 
-pytest.importorskip("llama_cpp")
-
 from moespac_llamacpp.acceptance import Sampling
 from moespac_llamacpp.chat import Chat, ContextFullError, Turn
 from moespac_llamacpp.decoder import Decoder

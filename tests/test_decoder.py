@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("llama_cpp")
-
 import families
 from moespac_llamacpp import native
 from moespac_llamacpp.acceptance import Sampler, Sampling

@@ -86,9 +86,10 @@ def test_counts_alone_tell_how_many_tokens_were_decoded() -> None:
 
 
 def test_choices_of_the_last_decode_become_ids_by_token() -> None:
-    residency, _ = residency_of(ear := Ear())
+    residency, experts = residency_of(ear := Ear())
     choices = np.array([[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], [-1, -1]]], np.int32)  # [row, token, k]
-    residency.step(residency.last_batch([7, 8, 9], [True, True, False], choices))
+    experts.choices = lambda: [choices]  # type: ignore[attr-defined]
+    residency.observe([7, 8, 9], [True, True, False])
     (batch,) = ear.batches
     assert batch.ids is not None and batch.ids.shape == (3, 2, 2) and batch.ids[1].tolist() == [[2, 3], [8, 9]]
     assert batch.counts[1].sum() == 4 and batch.last_accepted == 8
@@ -96,10 +97,11 @@ def test_choices_of_the_last_decode_become_ids_by_token() -> None:
 
 def test_a_steps_moves_are_shared_out_over_its_drafts() -> None:
     residency, _ = residency_of(ear := Ear(), max_moves=10)
-    residency.step(n_draft=4)
+    residency.plan(n_expect=4)
+    assert ear.allowed == []
     for token in range(4):
         residency.expect([token])
-    assert ear.allowed == [2, 2, 3, 5, 10]  # what is not used is left to the next
+    assert ear.allowed == [2, 3, 5, 10]  # what is not used is left to the next
     residency.step()
     assert ear.allowed[-1] == 10
 
@@ -110,7 +112,9 @@ def test_a_step_with_drafts_makes_no_more_moves_than_it_may() -> None:
     for _ in range(40):
         tokens = rng.integers(0, 8, 4)
         choices = np.stack([[rng.choice(16, 2, replace=False) for _ in range(4)] for _ in range(2)]).astype(np.int32)
-        moves = residency.step(residency.last_batch(tokens.tolist(), None, choices), n_draft=2)
+        experts.choices = lambda choices=choices: [choices]  # type: ignore[attr-defined,misc]
+        residency.observe(tokens.tolist())
+        moves = residency.plan(n_expect=3)
         moves += sum(residency.expect([int(t)]) for t in rng.integers(0, 8, 3))
         assert moves <= 3
         assert ((experts.table == native.RESIDENT).sum(axis=1) <= 4).all()

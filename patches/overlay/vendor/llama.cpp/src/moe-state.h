@@ -10,7 +10,6 @@
 #include "moe-observe.h"
 #include "moe-residency.h"
 
-#include <atomic>
 #include <memory>
 #include <string>
 #include <unordered_map>
