@@ -275,6 +275,9 @@ class Context:
             raise RuntimeError(f"decoding {n} tokens failed with code {code}: {_reason()}")
         self.n_past += n
         logits = llama_cpp.llama_get_logits(self.pointer)
+        if self.experts and (failure := self.experts.failure()):
+            self.clear()  # what the failed layers wrote into the cache must not be read, not even masked
+            raise RuntimeError(f"decoding {n} tokens failed: {failure}. The context is empty now")
         return np.ctypeslib.as_array(logits, shape=(n if all_logits else 1, self.model.n_vocab))
 
     @property

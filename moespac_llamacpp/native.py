@@ -20,6 +20,9 @@ _lib = llama_cpp.llama_cpp._lib
 
 COLD, UPLOADING, RESIDENT = 0, 1, 2  # enum llama_moe_expert_state
 
+#: enum llama_moe_execution by name
+EXECUTIONS = {"auto": 0, "portable": 1, "in-stream": 2}
+
 # enum llama_moe_status
 STATUS = {
     0: "OK",
@@ -70,6 +73,9 @@ class Tensor(ctypes.Structure):
 class _Params(ctypes.Structure):
     _fields_ = (
         ("device", ctypes.c_void_p),
+        ("execution", ctypes.c_int32),
+        ("pool_threads", ctypes.c_int32),
+        ("timeout_ms", ctypes.c_int32),
         ("max_batch_tokens", ctypes.c_int32),
         ("own_kernels", ctypes.c_bool),
         ("cache_graphs", ctypes.c_bool),
@@ -85,8 +91,10 @@ class _RowInfo(ctypes.Structure):
         ("n_slots", ctypes.c_int32),
         ("expert_bytes", ctypes.c_int64),
         ("hybrid", ctypes.c_bool),
+        ("in_stream", ctypes.c_bool),
         ("pinned", ctypes.c_bool),
         ("fallback", ctypes.c_char_p),
+        ("portable", ctypes.c_char_p),
         ("kernel", ctypes.c_char_p),
     )
 
@@ -106,6 +114,8 @@ class _PerfData(ctypes.Structure):
         ("us_cold", ctypes.c_double),
         ("us_wait", ctypes.c_double),
         ("us_total", ctypes.c_double),
+        ("us_hot", ctypes.c_double),
+        ("us_rest", ctypes.c_double),
     )
 
 
@@ -137,6 +147,10 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "llama_moe_n_expert": (_int32, [_void_p]),
     "llama_moe_row": (_int32, [_void_p, _int32, ctypes.POINTER(_RowInfo)]),
     "llama_moe_set_slots": (_int32, [_void_p, ctypes.POINTER(_int32)]),
+    "llama_moe_set_execution": (_int32, [_void_p, _int32]),
+    "llama_moe_failure": (_char_p, [_void_p]),
+    "llama_moe_inject_pool_fault": (_int32, [_void_p, _int32, _int32]),
+    "llama_moe_pool_threads": (_int32, [_void_p]),
     "llama_moe_device_bytes": (_int64, [_void_p]),
     "llama_moe_load": (_int32, [_void_p, _int32, _int32]),
     "llama_moe_evict": (_int32, [_void_p, _int32, _int32]),
@@ -262,7 +276,8 @@ def set_kernel_limit(level: int) -> int:
 class Row:
     """One MoE block (llama_moe_row_info): the row of a layer's first block is its index, second blocks come after all layers.
 
-    `fallback` says why the block takes llama.cpp's own path, "" if it runs hybrid."""
+    `fallback` says why the block takes llama.cpp's own path, "" if it runs hybrid; `portable` why a hybrid block is not computed
+    in-stream, "" if it is."""
 
     row: int
     il: int
@@ -271,14 +286,17 @@ class Row:
     n_slots: int
     expert_bytes: int
     hybrid: bool
+    in_stream: bool
     pinned: bool
     fallback: str
+    portable: str
     kernel: str
 
 
 @dataclass(frozen=True)
 class Perf:
-    """Sums since the last reset (llama_moe_perf_data). Times in µs, 0 unless they are taken."""
+    """Sums since the last reset (llama_moe_perf_data, which says what each time is in either execution). Times in µs, 0 unless
+    they are taken."""
 
     n_calls: int = 0
     n_tokens: int = 0
@@ -293,6 +311,8 @@ class Perf:
     us_cold: float = 0.0
     us_wait: float = 0.0
     us_total: float = 0.0
+    us_hot: float = 0.0
+    us_rest: float = 0.0
 
     def __add__(self, other: Perf) -> Perf:
         return Perf(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -301,6 +321,12 @@ class Perf:
     def hit_rate(self) -> float:
         """Share of the (token, expert) pairs that were computed on the device, 0 … 1."""
         return self.n_hot_pairs / max(1, self.n_hot_pairs + self.n_cold_pairs)
+
+
+def _execution(name: str) -> int:
+    if name not in EXECUTIONS:
+        raise ValueError(f"there is no execution {name!r} (there are {', '.join(EXECUTIONS)})")
+    return EXECUTIONS[name]
 
 
 #: By context: native code holds them until they are unset, whatever happens to the Experts object.
@@ -312,8 +338,11 @@ RouterCallback = Callable[[int, NDArray[np.int32], NDArray[np.float32]], None]
 class Experts:
     """Per-expert residency of one llama_context, attached on construction.
 
-    ctx: the llama_context pointer of llama_cpp. It belongs to one thread at a time; between a decode and its
-    synchronisation (reading logits synchronises) evict, publish and set_slots raise MoeError IN_FLIGHT.
+    ctx: the llama_context pointer of llama_cpp. It belongs to one thread at a time; between a decode and its synchronisation
+    (reading logits synchronises) evict, publish, set_slots and set_execution raise MoeError IN_FLIGHT.
+    execution: a name of EXECUTIONS; "auto" is in-stream on devices that have it (CUDA), else portable.
+    pool_threads: in-stream, how many threads compute the cold experts; 0: the context's n_threads, less the cores that must stay
+    free. timeout_ms: in-stream, a layer's CPU part that takes longer has failed (see `failure`).
     """
 
     def __init__(
@@ -321,6 +350,9 @@ class Experts:
         ctx: Any,
         device: Device | None = None,
         *,
+        execution: str = "auto",
+        pool_threads: int = 0,
+        timeout_ms: int = 10_000,
         max_batch_tokens: int = 32,
         own_kernels: bool = True,
         cache_graphs: bool = True,
@@ -328,6 +360,9 @@ class Experts:
     ) -> None:
         params = _f["llama_moe_default_params"]()
         params.device = device.pointer if device else None
+        params.execution = _execution(execution)
+        params.pool_threads = pool_threads
+        params.timeout_ms = timeout_ms
         params.max_batch_tokens = max_batch_tokens
         params.own_kernels = own_kernels
         params.cache_graphs = cache_graphs
@@ -354,8 +389,10 @@ class Experts:
             n_slots=info.n_slots,
             expert_bytes=info.expert_bytes,
             hybrid=info.hybrid,
+            in_stream=info.in_stream,
             pinned=info.pinned,
             fallback=(info.fallback or b"").decode(),
+            portable=(info.portable or b"").decode(),
             kernel=(info.kernel or b"").decode(),
         )
 
@@ -371,6 +408,26 @@ class Experts:
         if wanted.shape != (self.n_rows,):
             raise ValueError(f"n_slots has shape {wanted.shape}, it must be ({self.n_rows},)")
         _check(_f["llama_moe_set_slots"](self._ctx, wanted.ctypes.data_as(ctypes.POINTER(_int32))))
+
+    def set_execution(self, execution: str) -> None:
+        """Changes how hybrid layers are executed, between two decodes; graphs are built anew.
+
+        MoeError UNSUPPORTED: "in-stream" was asked for, and no layer can."""
+        _check(_f["llama_moe_set_execution"](self._ctx, _execution(execution)))
+
+    def failure(self) -> str:
+        """Why the last decode failed after llama_decode had returned, "" if it did not. Waits for the decode.
+
+        Its logits are NaN then, and the KV cache must be cleared with its data before the context is used again."""
+        return str(_f["llama_moe_failure"](self._ctx).decode())
+
+    def pool_threads(self) -> int:
+        """Threads of the process's pool behind the in-stream execution; 0: this context does not use it."""
+        return int(_f["llama_moe_pool_threads"](self._ctx))
+
+    def inject_pool_fault(self, thread: int, sleep_ms: int) -> None:
+        """For tests: a thread of the pool sleeps that long in its next request; sleep_ms < 0: it ends for good."""
+        _check(_f["llama_moe_inject_pool_fault"](self._ctx, thread, sleep_ms))
 
     def device_bytes(self) -> int:
         """Bytes that slots and lane buffers take on the device."""

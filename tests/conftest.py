@@ -86,7 +86,9 @@ def attach(root: Path) -> Iterator[Callable[..., Attached]]:
                 where = parity.host_experts(device or parity.test_device())
                 model = stack.enter_context(lowlevel.load_model(path, **(where | (load or {}))))
             ctx = stack.enter_context(lowlevel.make_context(model, **(lowlevel.EXACT | context)))
-            return Attached(model, ctx, Experts(ctx.ptr, device or parity.test_device(), **(experts or {})))
+            where_slots = device or parity.test_device()
+            options = {"execution": parity.execution_on(where_slots), **(experts or {})}
+            return Attached(model, ctx, Experts(ctx.ptr, where_slots, **options))
 
         yield make
 
