@@ -53,10 +53,8 @@ def execution_on(device: native.Device) -> str:
 
 
 def in_stream(experts: native.Experts) -> bool:
-    """Are all hybrid rows computed in-stream? None or all are, in the tests' models."""
-    found = {r.in_stream for r in experts.rows() if r.hybrid}
-    assert len(found) == 1
-    return found.pop()
+    """Are hybrid rows computed in-stream? All are, in the tests' models, but for GroveMoE's second blocks on a GPU."""
+    return any(r.in_stream for r in experts.rows())
 
 
 test_device.__test__ = False  # type: ignore[attr-defined]  # a helper, whatever its name says to pytest

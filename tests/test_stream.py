@@ -83,9 +83,9 @@ def run(a: Attached, n: int) -> Array:
 
 
 def close(a: Array, b: Array) -> bool:
-    """On a GPU rounding may give single tokens other experts."""
-    distance = np.abs(a - b).max(axis=1)
-    return bool((distance.max() if test_device().kind == "cpu" else np.median(distance)) < 2e-3)
+    """Up to rounding. On a GPU products of F32 are rounded more (TF32), and that may give single tokens other experts."""
+    distance = np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)
+    return bool(distance.max() < 1e-3 if test_device().kind == "cpu" else np.median(distance) < 3e-2)
 
 
 # --- the contract, whatever executes it ----------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_python_hears_of_a_failed_decode(pair: Any) -> None:
 
     with models.Context(pair.target, n_ctx=256, attach=False) as ctx:
         ctx.experts = native.Experts(
-            ctx.pointer, native.cpu_device(), execution="in-stream", pool_threads=2, timeout_ms=TIMEOUT_MS
+            ctx.pointer, test_device(), execution="in-stream", pool_threads=2, timeout_ms=TIMEOUT_MS
         )
         half_resident(ctx.experts)
         expected = ctx.decode(tokens(5)).copy()
@@ -322,7 +322,7 @@ def test_python_hears_of_a_failed_decode(pair: Any) -> None:
         ):
             ctx.decode(tokens(3))
         assert ctx.n_past == 0
-        assert np.allclose(ctx.decode(tokens(5)), expected, atol=1e-3)
+        assert close(ctx.decode(tokens(5)), expected)
 
 
 def test_a_process_ends_while_the_pool_works(root: Path) -> None:
