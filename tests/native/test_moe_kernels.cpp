@@ -35,7 +35,10 @@ namespace {
 // gives 7e-6 in Q8_0 and more in the other types (see the negative control).
 constexpr double TOLERANCE = 1e-6;
 
-const ggml_type TYPES[] = { GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0 };
+const ggml_type TYPES[] = {
+    GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_IQ4_XS, GGML_TYPE_MXFP4, GGML_TYPE_BF16,
+    GGML_TYPE_F16, GGML_TYPE_Q2_K, GGML_TYPE_Q3_K, GGML_TYPE_Q4_1, GGML_TYPE_Q5_0, GGML_TYPE_Q5_1, GGML_TYPE_IQ4_NL,
+};
 const char * const LEVELS[] = { "none", "avx2", "avx512-vnni" };
 
 using bytes = std::vector<uint8_t>;
@@ -43,12 +46,15 @@ using floats = std::vector<float>;
 
 std::mt19937 rng(1234);
 
-bool is_k_quant(ggml_type type) { return ggml_blck_size(type) == 256; }
+bool is_float(ggml_type type) { return type == GGML_TYPE_F16 || type == GGML_TYPE_BF16; }
 
 std::vector<int> lengths(ggml_type type) {
     std::vector<int> n = { 256, 512, 768, 2048, 2816 };
-    if (!is_k_quant(type)) {
+    if (ggml_blck_size(type) <= 32) {
         n.insert(n.end(), { 32, 96, 2880 });
+    }
+    if (is_float(type)) {
+        n.insert(n.end(), { 1, 15, 33, 100 });
     }
     return n;
 }
@@ -98,9 +104,31 @@ bytes quantise_column(ggml_type type, const floats & y) {
     return out;
 }
 
-void put_half(bytes & b, size_t offset, float f) {
-    const ggml_fp16_t h = ggml_fp32_to_fp16(f);
-    memcpy(b.data() + offset, &h, sizeof(h));
+// where a block keeps its float scales
+std::vector<size_t> scales_at(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q2_K: return { 80, 82 };
+        case GGML_TYPE_Q3_K: return { 108 };
+        case GGML_TYPE_Q6_K: return { 208 };
+        case GGML_TYPE_Q4_K: case GGML_TYPE_Q5_K: case GGML_TYPE_Q4_1: case GGML_TYPE_Q5_1: return { 0, 2 };
+        default: return { 0 };
+    }
+}
+
+// Any bits with finite values of sane size: MXFP4 keeps a power of two, F16 and BF16 some of the exponent's bits.
+void make_sane(ggml_type type, uint8_t * block) {
+    if (type == GGML_TYPE_MXFP4) {
+        block[0] = (uint8_t) (115 + block[0] % 8);
+    } else if (type == GGML_TYPE_F16) {
+        block[1] &= 0xbf; // below 2
+    } else if (type == GGML_TYPE_BF16) {
+        block[1] = (uint8_t) ((block[1] & 0x81) | 0x3e); // 2^-3 ... 2
+    } else {
+        for (size_t at : scales_at(type)) {
+            const ggml_fp16_t h = ggml_fp32_to_fp16(at == 2 || at == 82 ? 0.02f : 0.01f);
+            memcpy(block + at, &h, sizeof(h));
+        }
+    }
 }
 
 // Every bit pattern, also those that the quantiser does not write (scales of -128, minima of 63). Only the float scales
@@ -108,25 +136,24 @@ void put_half(bytes & b, size_t offset, float f) {
 bytes random_bits_row(ggml_type type, int n) {
     bytes row(ggml_row_size(type, n));
     for (uint8_t & b : row) { b = (uint8_t) rng(); }
-    for (size_t at = 0; at < row.size(); at += ggml_type_size(type)) {
-        put_half(row, type == GGML_TYPE_Q6_K ? at + 208 : at, 0.01f);
-        if (type == GGML_TYPE_Q4_K || type == GGML_TYPE_Q5_K) {
-            put_half(row, at + 2, 0.02f);
-        }
-    }
+    for (size_t at = 0; at < row.size(); at += ggml_type_size(type)) { make_sane(type, &row[at]); }
     return row;
 }
 
 // all weight bits set and every activation +-127: the largest products that the 16- and 32-bit sums have to hold
 bytes all_ones_row(ggml_type type, int n) {
-    bytes row = random_bits_row(type, n);
-    const bytes scales = row;
-    memset(row.data(), type == GGML_TYPE_Q8_0 ? 0x80 : 0xff, row.size());
+    bytes row(ggml_row_size(type, n), type == GGML_TYPE_Q8_0 ? 0x80 : 0xff);
     for (size_t at = 0; at < row.size(); at += ggml_type_size(type)) {
-        const size_t d = type == GGML_TYPE_Q6_K ? 208 : 0;
-        memcpy(&row[at + d], &scales[at + d], type == GGML_TYPE_Q4_K || type == GGML_TYPE_Q5_K ? 4 : 2);
+        make_sane(type, &row[at]);
         if (type == GGML_TYPE_Q6_K) { memset(&row[at + 192], 0x80, 16); }
     }
+    return row;
+}
+
+// As above with all bits zero: the lowest entries of the tables (-127), zero points without weights, scales of -32.
+bytes all_zeros_row(ggml_type type, int n) {
+    bytes row(ggml_row_size(type, n));
+    for (size_t at = 0; at < row.size(); at += ggml_type_size(type)) { make_sane(type, &row[at]); }
     return row;
 }
 
@@ -142,11 +169,19 @@ floats dequantise_row(ggml_type type, const bytes & row, int n) {
 
 floats dequantise_column(ggml_type type, const bytes & col, int n) {
     const ggml_type dot_type = ggml_get_type_traits_cpu(type)->vec_dot_type;
-    if (dot_type != GGML_TYPE_Q8_K) {
+    floats v(n);
+    if (dot_type == GGML_TYPE_Q8_K) {
+        dequantize_row_q8_K((const block_q8_K *) col.data(), v.data(), n);
+    } else if (dot_type == GGML_TYPE_Q8_1) { // ggml cannot: half d, half sum, 32 bytes
+        for (int i = 0; i < n; i++) {
+            const uint8_t * block = &col[(size_t) (i/32)*36];
+            ggml_fp16_t d;
+            memcpy(&d, block, sizeof(d));
+            v[i] = ggml_fp16_to_fp32(d)*(float) (int8_t) block[4 + i % 32];
+        }
+    } else {
         return dequantise_row(dot_type, col, n);
     }
-    floats v(n);
-    dequantize_row_q8_K((const block_q8_K *) col.data(), v.data(), n);
     return v;
 }
 
@@ -224,12 +259,14 @@ std::vector<test_case> cases() {
         { "zero columns",    row_of(normal, 0.02f),    col_of(normal, 0.0f)     },
         { "all negative",    row_of(negative, 0.02f),  col_of(negative, 1.0f)   },
         { "negative row",    row_of(negative, 0.02f),  col_of(normal, 1.0f)     },
-        { "large",           row_of(normal, 1000.0f),  col_of(normal, 10000.0f) },
+        { "large",           row_of(normal, 1000.0f),  col_of(normal, 1000.0f)  }, // sums that Q8_1's half still holds
         { "small",           row_of(normal, 0.0001f),  col_of(normal, 0.0001f)  },
         { "outliers",        row_of(outliers, 0.02f),  col_of(outliers, 1.0f)   },
         { "random bits",     random_bits_row,          col_of(normal, 1.0f)     },
         { "all bits, +127",  all_ones_row,             plus_127 },
         { "all bits, -127",  all_ones_row,             [](int n) { return floats(n, 3.0f); } },
+        { "no bits, +127",   all_zeros_row,            plus_127 },
+        { "no bits, -127",   all_zeros_row,            [](int n) { return floats(n, 3.0f); } },
     };
 }
 
@@ -262,7 +299,7 @@ bool report(bool ok, const std::string & what) {
 
 std::string label(ggml_type type, const char * name) {
     char s[64];
-    snprintf(s, sizeof(s), "%-5s %-12s", ggml_type_name(type), name);
+    snprintf(s, sizeof(s), "%-6s %-12s", ggml_type_name(type), name);
     return s;
 }
 
@@ -288,6 +325,19 @@ bool check_type(ggml_type type, int level) {
     return ok & report(strcmp(k.name, want) == 0, label(type, k.name) + " is the kernel chosen");
 }
 
+// a byte of a block that holds weights, and a bit of it that changes one of them by a step (of the exponent, for floats)
+void spoil_one_weight(ggml_type type, uint8_t * block) {
+    switch (type) {
+        case GGML_TYPE_F16:    block[1] ^= 0x04; break;
+        case GGML_TYPE_BF16:   block[0] ^= 0x80; break;
+        case GGML_TYPE_Q4_K:   block[80] ^= 1; break;
+        case GGML_TYPE_Q5_K:   block[100] ^= 1; break;
+        case GGML_TYPE_Q3_K:   block[40] ^= 1; break;
+        case GGML_TYPE_Q2_K:   block[20] ^= 1; break;
+        default:               block[10] ^= 1; break;
+    }
+}
+
 // the comparison itself must see one weight that is off by one step
 bool check_negative_control(ggml_type type) {
     const int n = 2816;
@@ -295,9 +345,7 @@ bool check_negative_control(ggml_type type) {
     const bytes row = quantise_row(type, normal(n, 0.02f));
     const bytes col = quantise_column(type, floats(n, 1.0f));
     bytes wrong = row;
-    // a low bit of a weight in the middle block
-    const size_t at = ggml_type_size(type)*(size_t) (n/ggml_blck_size(type)/2);
-    wrong[at + (type == GGML_TYPE_Q4_K ? 80 : type == GGML_TYPE_Q5_K ? 100 : 10)] ^= 1;
+    spoil_one_weight(type, &wrong[ggml_type_size(type)*(size_t) (n/ggml_blck_size(type)/2)]);
     const expected w = reference(type, n, row, col);
     const floats out = run(k, type, n, wrong.data(), { col.data() });
     const double e = relative_error(out[0], w.ggml, w.magnitude);
@@ -327,11 +375,44 @@ bool check_neighbours(ggml_type type) {
     return report(ok, label(type, k.name) + " a column alone and among others: bitwise equal");
 }
 
+// rows and columns may start at any address
+bool check_alignment(ggml_type type) {
+    const moe_kernel k = moe_kernel_for(type);
+    const int n = 512;
+    const bytes row = quantise_row(type, normal(n, 0.02f));
+    const bytes col = quantise_column(type, normal(n, 1.0f));
+    const float want = run(k, type, n, row.data(), { col.data() })[0];
+    bool ok = true;
+    for (size_t shift = 1; shift < 64; shift += 2) {
+        bytes x(row.size() + shift), y(col.size() + shift);
+        memcpy(&x[shift], row.data(), row.size());
+        memcpy(&y[shift], col.data(), col.size());
+        const float got = run(k, type, n, &x[shift], { &y[shift] })[0];
+        ok &= memcmp(&got, &want, sizeof(float)) == 0;
+    }
+    return report(ok, label(type, k.name) + " at odd addresses: bitwise equal");
+}
+
+// what is no number stays none: an overflown scale must not become a plausible sum
+bool check_nan(ggml_type type) {
+    const moe_kernel k = moe_kernel_for(type);
+    const int n = 512;
+    const uint16_t nan = type == GGML_TYPE_BF16 ? 0x7fc0 : 0x7e00;
+    const bytes col = quantise_column(type, normal(n, 1.0f));
+    bool ok = true;
+    for (size_t at : scales_at(type)) {
+        bytes row = quantise_row(type, normal(n, 0.02f));
+        memcpy(&row[row.size()/2/ggml_type_size(type)*ggml_type_size(type) + at], &nan, sizeof(nan));
+        ok &= std::isnan(run(k, type, n, row.data(), { col.data() })[0]);
+    }
+    return report(ok, label(type, k.name) + " NaN in, NaN out");
+}
+
 // a type without a kernel of its own, and allow_own = false
 bool check_fallback() {
     bool ok = true;
     const int n = 512;
-    for (ggml_type type : { GGML_TYPE_Q2_K, GGML_TYPE_IQ4_XS, GGML_TYPE_Q5_0 }) {
+    for (ggml_type type : { GGML_TYPE_TQ2_0, GGML_TYPE_NVFP4 }) {
         errors worst;
         const moe_kernel k = moe_kernel_for(type);
         check_row(k, type, n, quantise_row(type, normal(n, 0.02f)),
@@ -352,6 +433,8 @@ int test() {
         for (ggml_type type : TYPES) {
             ok &= check_type(type, level);
             ok &= check_neighbours(type);
+            ok &= level == 0 || check_alignment(type);
+            ok &= type == GGML_TYPE_MXFP4 || check_nan(type); // its scale is always a number
             ok &= check_negative_control(type);
         }
     }

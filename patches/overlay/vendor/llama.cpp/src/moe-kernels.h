@@ -14,7 +14,7 @@ constexpr int MOE_MAX_COLS = 4;
 typedef void (*moe_vec_dot_t)(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
 
 // out[c] = row x . column y[c] for c < n_cols (1 ... MOE_MAX_COLS).
-//   n        weights in the row, a multiple of the type's block size (256 for k-quants, 32 for Q8_0 and Q4_0)
+//   n        weights in the row, a multiple of the type's block size (256 for k-quants and IQ4_XS, 1 for F16 and BF16, else 32)
 //   x        the row, at any alignment
 //   y        columns quantised to the weight type's vec_dot_type, at any alignment
 //   vec_dot  ggml's vec_dot of the weight type; only the "ggml vec_dot" kernel calls it
@@ -37,3 +37,6 @@ const char * moe_kernel_isa();
 // For tests: allow nothing above level (0 none, 1 avx2, 2 avx512-vnni). Returns the level in force, which is lower if
 // the machine cannot do more. Kernels that were handed out before stay what they are.
 int moe_kernel_set_isa_limit(int level);
+
+// For benchmarks: kernels that prefetch do so at this multiple of their distance; 0 turns it off.
+void moe_kernel_set_prefetch(int multiple);
