@@ -39,7 +39,8 @@ const ggml_type TYPES[] = {
     GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_IQ4_XS, GGML_TYPE_MXFP4, GGML_TYPE_BF16,
     GGML_TYPE_F16, GGML_TYPE_Q2_K, GGML_TYPE_Q3_K, GGML_TYPE_Q4_1, GGML_TYPE_Q5_0, GGML_TYPE_Q5_1, GGML_TYPE_IQ4_NL,
 };
-const char * const LEVELS[] = { "none", "avx2", "avx512-vnni" };
+const char * const LEVELS[] = { "none", "avx2", "avx512-vnni", "avx512-bf16" };
+constexpr int BEST = 3;
 
 using bytes = std::vector<uint8_t>;
 using floats = std::vector<float>;
@@ -321,7 +322,7 @@ bool check_type(ggml_type type, int level) {
                  label(type, k.name).c_str(), t.name.c_str(), lengths(type).size(), worst.ggml, worst.exact, worst.ggml_exact);
         ok &= report(worst.ggml < TOLERANCE, s);
     }
-    const char * want = level == 0 ? "ggml vec_dot" : LEVELS[level];
+    const char * want = level == 0 ? "ggml vec_dot" : LEVELS[type == GGML_TYPE_BF16 ? level : std::min(level, 2)];
     return ok & report(strcmp(k.name, want) == 0, label(type, k.name) + " is the kernel chosen");
 }
 
@@ -425,12 +426,13 @@ bool check_fallback() {
 
 int test() {
     bool ok = true;
-    const int best = moe_kernel_set_isa_limit(2);
+    const int best = moe_kernel_set_isa_limit(BEST);
     printf("instruction set: %s, tolerance %.0e of sum |x*y|\n", moe_kernel_isa(), TOLERANCE);
     for (int level = 0; level <= best; level++) {
-        ok &= report(moe_kernel_set_isa_limit(level) == level && strcmp(moe_kernel_isa(), LEVELS[level]) == 0,
+        ok &= report(moe_kernel_set_isa_limit(level) == level && strcmp(moe_kernel_isa(), LEVELS[std::min(level, 2)]) == 0,
                      std::string("limit ") + LEVELS[level]);
         for (ggml_type type : TYPES) {
+            if (level == 3 && type != GGML_TYPE_BF16) { continue; } // the kernels of level 2
             ok &= check_type(type, level);
             ok &= check_neighbours(type);
             ok &= level == 0 || check_alignment(type);
@@ -438,7 +440,7 @@ int test() {
             ok &= check_negative_control(type);
         }
     }
-    for (int level = best + 1; level <= 2; level++) {
+    for (int level = best + 1; level <= BEST; level++) {
         printf("skipped %s: this machine does not have it\n", LEVELS[level]);
     }
     ok &= check_fallback();
@@ -487,7 +489,7 @@ void bench_type(ggml_type type, int n, size_t total) {
     std::vector<bytes> cols;
     for (int c = 0; c < MOE_MAX_COLS; c++) { cols.push_back(quantise_column(type, normal(n, 1.0f))); }
     const int passes = total > (32u << 20) ? 4 : 400;
-    for (int level = 0; level <= moe_kernel_set_isa_limit(2); level++) {
+    for (int level = 0; level <= moe_kernel_set_isa_limit(BEST); level++) {
         moe_kernel_set_isa_limit(level);
         const moe_kernel k = moe_kernel_for(type);
         printf("%-5s n %4d %-12s", ggml_type_name(type), n, k.name);
@@ -499,7 +501,7 @@ void bench_type(ggml_type type, int n, size_t total) {
         printf("\n");
         fflush(stdout);
     }
-    moe_kernel_set_isa_limit(2);
+    moe_kernel_set_isa_limit(BEST);
 }
 
 int bench() {

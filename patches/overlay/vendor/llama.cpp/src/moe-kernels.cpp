@@ -29,6 +29,7 @@ void row_dot_generic(int n, const void * x, const void * const * y, int n_cols, 
 // vector type at namespace scope, or a lambda, would not, so there are none.
 #define MOE_AVX2          __attribute__((target("avx2,fma,f16c")))
 #define MOE_AVX512        __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
+#define MOE_BF16          __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")))
 #define MOE_INLINE        inline __attribute__((always_inline))
 #define MOE_INLINE_AVX2   MOE_INLINE MOE_AVX2
 #define MOE_INLINE_AVX512 MOE_INLINE MOE_AVX512
@@ -255,14 +256,12 @@ MOE_INLINE_AVX2 __m256i unpack(const block_q5_1 & b) {
     return _mm256_or_si256(nibbles(b.qs), _mm256_and_si256(spread_bits(b.qh), _mm256_set1_epi8(0x10)));
 }
 
-// Scales of up to 8 blocks at once: block by block, converting and spreading them would be half of the work. Those past
-// the m blocks are zero and not read.
+// The float scales of M blocks (1 or 8) at once: block by block, converting and spreading them would be half of the work.
 constexpr int TILE = 8;
 
-template <class Block> MOE_INLINE_AVX2 __m256 tile_scales(const Block * b, int m) {
-    __m128i h = _mm_setzero_si128();
-    if (m == TILE) {
-        h = _mm_insert_epi16(h, b[0].d, 0);
+template <int M, class Block> MOE_INLINE_AVX2 __m256 scales_of_blocks(const Block * b) {
+    __m128i h = _mm_cvtsi32_si128(b[0].d);
+    if constexpr (M == TILE) {
         h = _mm_insert_epi16(h, b[1].d, 1);
         h = _mm_insert_epi16(h, b[2].d, 2);
         h = _mm_insert_epi16(h, b[3].d, 3);
@@ -270,20 +269,24 @@ template <class Block> MOE_INLINE_AVX2 __m256 tile_scales(const Block * b, int m
         h = _mm_insert_epi16(h, b[5].d, 5);
         h = _mm_insert_epi16(h, b[6].d, 6);
         h = _mm_insert_epi16(h, b[7].d, 7);
-    } else {
-        uint16_t d[TILE] = {};
-        for (int k = 0; k < m; k++) { d[k] = b[k].d; }
-        h = load16(d);
     }
     return _mm256_cvtph_ps(h);
 }
 
-// MXFP4: 2^(e - 127), halved since the table is doubled. Below 2 that is no normal float: its bits are 2^21 << e.
-MOE_INLINE_AVX2 __m256 tile_scales(const block_mxfp4 * b, int m) {
-    uint64_t packed = 0;
-    for (int k = 0; k < m; k++) { packed |= (uint64_t) b[k].e << 8*k; }
+// MXFP4: 2^(e - 127), halved since the table is doubled. Where e < 2 that is no normal float: its bits are 2^21 << e.
+template <int M> MOE_INLINE_AVX2 __m256 scales_of_blocks(const block_mxfp4 * b) {
+    __m128i packed = _mm_cvtsi32_si128(b[0].e);
+    if constexpr (M == TILE) {
+        packed = _mm_insert_epi8(packed, b[1].e, 1);
+        packed = _mm_insert_epi8(packed, b[2].e, 2);
+        packed = _mm_insert_epi8(packed, b[3].e, 3);
+        packed = _mm_insert_epi8(packed, b[4].e, 4);
+        packed = _mm_insert_epi8(packed, b[5].e, 5);
+        packed = _mm_insert_epi8(packed, b[6].e, 6);
+        packed = _mm_insert_epi8(packed, b[7].e, 7);
+    }
     const __m256i one    = _mm256_set1_epi32(1);
-    const __m256i e      = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long) packed));
+    const __m256i e      = _mm256_cvtepu8_epi32(packed);
     const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, one), 23);
     const __m256i small  = _mm256_sllv_epi32(_mm256_set1_epi32(1 << 21), _mm256_min_epu32(e, one));
     return _mm256_castsi256_ps(_mm256_max_epi32(normal, small));
@@ -480,28 +483,32 @@ struct iq4_xs_avx2 {
 template <class Block> struct b32_avx2 {
     using row    = Block;
     using column = block_q8_0;
-    template <int NC> MOE_AVX2 static void dot(int n, const row * x, const column * const * y, float * out) {
+    template <int NC, int M>
+    MOE_INLINE_AVX2 static void add_blocks(const row * x, const column * const * y, int i, __m256 (&acc)[NC]) {
         const __m256i ones = _mm256_set1_epi16(1);
+        const __m256 d = scales_of_blocks<M>(x + i);
+        float scale[NC][TILE];
+        MOE_UNROLL
+        for (int c = 0; c < NC; c++) { _mm256_storeu_ps(scale[c], _mm256_mul_ps(d, scales_of_blocks<M>(y[c] + i))); }
+        MOE_UNROLL
+        for (int k = 0; k < M; k++) {
+            const __m256i q = unpack(x[i + k]);
+            const __m256i qabs = _mm256_abs_epi8(q);
+            MOE_UNROLL
+            for (int c = 0; c < NC; c++) {
+                const __m256i p = _mm256_madd_epi16(signed_products(q, qabs, y[c][i + k].qs), ones);
+                acc[c] = _mm256_fmadd_ps(_mm256_broadcast_ss(&scale[c][k]), _mm256_cvtepi32_ps(p), acc[c]);
+            }
+        }
+    }
+
+    template <int NC> MOE_AVX2 static void dot(int n, const row * x, const column * const * y, float * out) {
         __m256 acc[NC];
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { acc[c] = _mm256_setzero_ps(); }
-
-        for (int i = 0; i < n/32; i += TILE) {
-            const int m = n/32 - i < TILE ? n/32 - i : TILE;
-            const __m256 d = tile_scales(x + i, m);
-            float scale[NC][TILE];
-            MOE_UNROLL
-            for (int c = 0; c < NC; c++) { _mm256_storeu_ps(scale[c], _mm256_mul_ps(d, tile_scales(y[c] + i, m))); }
-            for (int k = 0; k < m; k++) {
-                const __m256i q    = unpack(x[i + k]);
-                const __m256i qabs = _mm256_abs_epi8(q);
-                MOE_UNROLL
-                for (int c = 0; c < NC; c++) {
-                    const __m256i p = _mm256_madd_epi16(signed_products(q, qabs, y[c][i + k].qs), ones);
-                    acc[c] = _mm256_fmadd_ps(_mm256_broadcast_ss(&scale[c][k]), _mm256_cvtepi32_ps(p), acc[c]);
-                }
-            }
-        }
+        int i = 0;
+        for (; i + TILE <= n/32; i += TILE) { add_blocks<NC, TILE>(x, y, i, acc); }
+        for (; i < n/32; i++)               { add_blocks<NC, 1>(x, y, i, acc); }
         store_sums<NC>(acc, out);
     }
 };
@@ -806,29 +813,33 @@ struct iq4_xs_avx512 {
 template <class Block> struct b32_avx512 {
     using row    = Block;
     using column = block_q8_0;
-    template <int NC> MOE_AVX512 static void dot(int n, const row * x, const column * const * y, float * out) {
+    template <int NC, int M>
+    MOE_INLINE_AVX512 static void add_blocks(const row * x, const column * const * y, int i, __m256 (&acc)[NC]) {
         const __m256i flip = _mm256_set1_epi8((char) 0x80);
+        const __m256 d = scales_of_blocks<M>(x + i);
+        float scale[NC][TILE];
+        MOE_UNROLL
+        for (int c = 0; c < NC; c++) { _mm256_storeu_ps(scale[c], _mm256_mul_ps(d, scales_of_blocks<M>(y[c] + i))); }
+        MOE_UNROLL
+        for (int k = 0; k < M; k++) {
+            const __m256i q = unpack(x[i + k]);
+            // as in iq4_xs_avx512
+            const __m256i start = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_dpbusd_epi32(_mm256_setzero_si256(), flip, q));
+            MOE_UNROLL
+            for (int c = 0; c < NC; c++) {
+                const __m256i p = _mm256_dpbusd_epi32(start, _mm256_xor_si256(load32(y[c][i + k].qs), flip), q);
+                acc[c] = _mm256_fmadd_ps(_mm256_broadcast_ss(&scale[c][k]), _mm256_cvtepi32_ps(p), acc[c]);
+            }
+        }
+    }
+
+    template <int NC> MOE_AVX512 static void dot(int n, const row * x, const column * const * y, float * out) {
         __m256 acc[NC];
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { acc[c] = _mm256_setzero_ps(); }
-
-        for (int i = 0; i < n/32; i += TILE) {
-            const int m = n/32 - i < TILE ? n/32 - i : TILE;
-            const __m256 d = tile_scales(x + i, m);
-            float scale[NC][TILE];
-            MOE_UNROLL
-            for (int c = 0; c < NC; c++) { _mm256_storeu_ps(scale[c], _mm256_mul_ps(d, tile_scales(y[c] + i, m))); }
-            for (int k = 0; k < m; k++) {
-                const __m256i q = unpack(x[i + k]);
-                // as in iq4_xs_avx512
-                const __m256i start = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_dpbusd_epi32(_mm256_setzero_si256(), flip, q));
-                MOE_UNROLL
-                for (int c = 0; c < NC; c++) {
-                    const __m256i p = _mm256_dpbusd_epi32(start, _mm256_xor_si256(load32(y[c][i + k].qs), flip), q);
-                    acc[c] = _mm256_fmadd_ps(_mm256_broadcast_ss(&scale[c][k]), _mm256_cvtepi32_ps(p), acc[c]);
-                }
-            }
-        }
+        int i = 0;
+        for (; i + TILE <= n/32; i += TILE) { add_blocks<NC, TILE>(x, y, i, acc); }
+        for (; i < n/32; i++)               { add_blocks<NC, 1>(x, y, i, acc); }
         store_sums<NC>(acc, out);
     }
 };
@@ -869,8 +880,6 @@ MOE_INLINE_AVX512 void widen(const bfloat16 * p, __m512 (&v)[2]) {
     v[1] = _mm512_castsi512_ps(_mm512_and_si512(h, _mm512_set1_epi32((int) 0xFFFF0000)));
 }
 
-// Four columns of these take a third of the time that DRAM needs for the row, so BF16 goes without AVX512-BF16, whose
-// vdpbf16ps takes denormals for zero.
 template <class Float> struct float_avx512 {
     using row    = Float;
     using column = Float;
@@ -905,6 +914,29 @@ template <class Float> struct float_avx512 {
     }
 };
 
+// vdpbf16ps multiplies and adds pairs; it takes denormals for zero, as ggml's own product does where it has the instruction.
+struct bfloat16_avx512 {
+    using row    = bfloat16;
+    using column = bfloat16;
+    static constexpr int STEP = 32;
+
+    template <int NC> MOE_BF16 static void dot(int n, const row * x, const column * const * y, float * out) {
+        __m512 acc[NC];
+        MOE_UNROLL
+        for (int c = 0; c < NC; c++) { acc[c] = _mm512_setzero_ps(); }
+
+        for (int i = 0; i < n; i += STEP) {
+            const __mmask32 mask = n - i < STEP ? (1u << (n - i)) - 1 : ~0u; // what it excludes is not read
+            const __m512bh weights = (__m512bh) _mm512_maskz_loadu_epi16(mask, x + i);
+            MOE_UNROLL
+            for (int c = 0; c < NC; c++) {
+                acc[c] = _mm512_dpbf16_ps(acc[c], weights, (__m512bh) _mm512_maskz_loadu_epi16(mask, y[c] + i));
+            }
+        }
+        store_sums<NC>(acc, out);
+    }
+};
+
 template <class Kernel>
 void row_dot(int n, const void * x, const void * const * y, int n_cols, float * out, moe_vec_dot_t) {
     GGML_ASSERT(n_cols >= 1 && n_cols <= MOE_MAX_COLS);
@@ -922,13 +954,19 @@ void row_dot(int n, const void * x, const void * const * y, int n_cols, float * 
     }
 }
 
+template <class Kernel> moe_kernel kernel(const char * name) {
+    return { row_dot<Kernel>, name, PREFETCH<typename Kernel::row> > 0 };
+}
+
 template <class Narrow, class Wide> moe_kernel choose(int level) {
-    const bool prefetches = PREFETCH<typename Narrow::row> > 0;
-    return level >= 2 ? moe_kernel { row_dot<Wide>, "avx512-vnni", prefetches } : moe_kernel { row_dot<Narrow>, "avx2", prefetches };
+    return level >= 2 ? kernel<Wide>("avx512-vnni") : kernel<Narrow>("avx2");
 }
 
 // fn is null where there is none for the type
 moe_kernel own_kernel(ggml_type type, int level) {
+    if (type == GGML_TYPE_BF16 && level >= 3) {
+        return kernel<bfloat16_avx512>("avx512-bf16");
+    }
     switch (type) {
         case GGML_TYPE_Q4_0:   return choose<b32_avx2<block_q4_0>,     b32_avx512<block_q4_0>>(level);
         case GGML_TYPE_Q4_1:   return choose<b32_min_avx2<block_q4_1>, b32_min_avx512<block_q4_1>>(level);
@@ -962,7 +1000,7 @@ int detect_level() {
     const bool avx512 = __builtin_cpu_supports("avx512f")  && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                         __builtin_cpu_supports("avx512vnni");
-    return avx512 ? 2 : 1;
+    return !avx512 ? 1 : __builtin_cpu_supports("avx512bf16") ? 3 : 2;
 }
 
 #else
@@ -973,7 +1011,7 @@ int detect_level() { return 0; }
 
 #endif
 
-std::atomic<int> g_isa_limit{2};
+std::atomic<int> g_isa_limit{3};
 
 int isa_level() {
     static const int detected = detect_level();
@@ -1003,7 +1041,7 @@ const char * moe_kernel_isa() {
 }
 
 int moe_kernel_set_isa_limit(int level) {
-    g_isa_limit = level < 0 ? 0 : level > 2 ? 2 : level;
+    g_isa_limit = level < 0 ? 0 : level > 3 ? 3 : level;
     return isa_level();
 }
 

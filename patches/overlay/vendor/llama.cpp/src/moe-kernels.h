@@ -24,17 +24,17 @@ typedef void (*moe_row_dot_t)(int n, const void * x, const void * const * y, int
 
 struct moe_kernel {
     moe_row_dot_t fn;
-    const char *  name; // "avx512-vnni", "avx2" or "ggml vec_dot"
+    const char *  name; // "avx512-bf16", "avx512-vnni", "avx2" or "ggml vec_dot"
     bool prefetches;    // it fetches weights ahead of the row itself: the caller need not
 };
 
 // The kernel for a weight type on this machine. allow_own = false: always ggml's vec_dot.
 moe_kernel moe_kernel_for(ggml_type type, bool allow_own = true);
 
-// The instruction set in force: "avx512-vnni", "avx2" or "none".
+// The instruction set in force: "avx512-vnni", "avx2" or "none". (BF16 alone has more where the machine has more.)
 const char * moe_kernel_isa();
 
-// For tests: allow nothing above level (0 none, 1 avx2, 2 avx512-vnni). Returns the level in force, which is lower if
+// For tests: allow nothing above level (0 none, 1 avx2, 2 avx512-vnni, 3 avx512-bf16 for BF16). Returns the level in force, which is lower if
 // the machine cannot do more. Kernels that were handed out before stay what they are.
 int moe_kernel_set_isa_limit(int level);
 
