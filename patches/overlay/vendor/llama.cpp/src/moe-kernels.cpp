@@ -379,8 +379,8 @@ template <class Block> struct k32_avx2 {
             for (int c = 0; c < NC; c++) {
                 const __m256  yd   = _mm256_set1_ps(y[c][i].d);
                 const __m256i msum = _mm256_madd_epi16(mins, load32(y[c][i].bsums));
-                acc[c] = _mm256_fmadd_ps (_mm256_mul_ps(d,    yd), _mm256_cvtepi32_ps(sum[c]), acc[c]);
-                acc[c] = _mm256_fnmadd_ps(_mm256_mul_ps(dmin, yd), _mm256_cvtepi32_ps(msum),   acc[c]);
+                const __m256 p    = _mm256_fnmadd_ps(dmin, _mm256_cvtepi32_ps(msum), _mm256_mul_ps(d, _mm256_cvtepi32_ps(sum[c])));
+                acc[c] = _mm256_fmadd_ps(yd, p, acc[c]);
             }
         }
         store_sums<NC>(acc, out);
@@ -705,8 +705,8 @@ template <class Block> struct k32_avx512 {
             for (int c = 0; c < NC; c++) {
                 const __m512  yd   = _mm512_set1_ps(y[c][i].d);
                 const __m512i msum = _mm512_zextsi256_si512(_mm256_madd_epi16(mins, load32(y[c][i].bsums)));
-                acc[c] = _mm512_fmadd_ps (_mm512_mul_ps(d,    yd), _mm512_cvtepi32_ps(sum[c]), acc[c]);
-                acc[c] = _mm512_fnmadd_ps(_mm512_mul_ps(dmin, yd), _mm512_cvtepi32_ps(msum),   acc[c]);
+                const __m512 p    = _mm512_fnmadd_ps(dmin, _mm512_cvtepi32_ps(msum), _mm512_mul_ps(d, _mm512_cvtepi32_ps(sum[c])));
+                acc[c] = _mm512_fmadd_ps(yd, p, acc[c]);
             }
         }
         store_sums<NC>(acc, out);
