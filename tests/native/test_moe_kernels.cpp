@@ -22,7 +22,9 @@
 #include "ggml-cpu.h"
 #include "ggml-quants.h"
 
+#ifdef __linux__
 #include <sched.h>
+#endif
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -452,7 +454,7 @@ int test() {
             ok &= check_type(type, level);
             ok &= check_neighbours(type);
             ok &= level == 0 || check_alignment(type);
-            ok &= type == GGML_TYPE_MXFP4 || check_nan(type); // its scale is always a number
+            ok &= level == 0 || type == GGML_TYPE_MXFP4 || check_nan(type); // MXFP4's scale is always a number
             ok &= check_negative_control(type);
         }
     }
@@ -485,6 +487,8 @@ struct options {
     exit(2);
 }
 
+#ifdef __linux__
+
 // The cores that this process may use, one of every physical core first.
 std::vector<int> usable_cores() {
     std::vector<int> cores, siblings;
@@ -495,7 +499,7 @@ std::vector<int> usable_cores() {
         if (!CPU_ISSET(cpu, &allowed)) { continue; }
         std::ifstream list("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
         int first = cpu;
-        list >> first; // the siblings begin with the lowest
+        if (!(list >> first)) { first = cpu; } // the siblings begin with the lowest
         const bool taken = first != cpu && std::find(cores.begin(), cores.end(), first) != cores.end();
         (taken ? siblings : cores).push_back(cpu);
     }
@@ -509,6 +513,18 @@ void pin_to(int core) {
     CPU_SET(core, &one);
     if (sched_setaffinity(0, sizeof(one), &one) != 0) { refuse("core " + std::to_string(core) + " refuses a thread"); }
 }
+
+#else // no affinity: threads run where the system puts them
+
+std::vector<int> usable_cores() {
+    std::vector<int> cores(std::thread::hardware_concurrency());
+    std::iota(cores.begin(), cores.end(), 0);
+    return cores;
+}
+
+void pin_to(int) {}
+
+#endif
 
 void on_cores(const std::vector<int> & cores, int n_threads, const std::function<void(int)> & work) {
     std::vector<std::thread> threads;

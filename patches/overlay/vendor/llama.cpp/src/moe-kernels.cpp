@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <type_traits>
 
 // GCC on Windows keeps the stack aligned to 16 bytes only (GCC bug 54412): spilled vectors would fault there.
 #if defined(__x86_64__) && defined(__GNUC__) && !(defined(_WIN32) && !defined(__clang__))
@@ -10,6 +11,9 @@
 // the headers' own _mm512_undefined_*() sets this off hundreds of times (GCC bug 105593)
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#if defined(__clang__) || __GNUC__ >= 10
+#define MOE_HAS_BF16 1
 #endif
 #include <cpuid.h>
 #include <immintrin.h>
@@ -79,7 +83,8 @@ static_assert(sizeof(block_q8_K)   == 292, "q8_K layout");
 //
 
 // How far ahead of a block, in bytes, weights are prefetched; 0: not at all. It may run past the last row: a prefetch does not
-// fault. Only k-quants gain from it. The others were no faster, or slower (the hardware sees one plain stream).
+// fault. Only super-blocks gain from it: with four columns 4 to 8 % at this distance, less at half or twice of it, by
+// test_moe_kernels --bench --prefetch on a Zen 4. The others see one plain stream, as the hardware does.
 template <class Block> constexpr int PREFETCH = 0;
 template <> constexpr int PREFETCH<block_q2_K>   = 2304;
 template <> constexpr int PREFETCH<block_q3_K>   = 2304;
@@ -90,7 +95,10 @@ template <> constexpr int PREFETCH<block_iq4_xs> = 2304;
 
 std::atomic<int> g_prefetch_multiple{1};
 
-template <class Block> int prefetch_distance() {
+template <class Block, int NC> int prefetch_distance() {
+    if (std::is_same<Block, block_q6_K>::value && NC == 1) {
+        return 0; // from DRAM 21 GB/s without, 20 with it; two columns: 14 and 16
+    }
     return PREFETCH<Block>*g_prefetch_multiple.load(std::memory_order_relaxed);
 }
 
@@ -347,7 +355,7 @@ template <class Block> struct k32_avx2 {
     using row    = Block;
     using column = block_q8_K;
     template <int NC> MOE_AVX2 static void dot(int n, const row * x, const column * const * y, float * out) {
-        const int ahead = prefetch_distance<row>();
+        const int ahead = prefetch_distance<row, NC>();
         __m256 acc[NC];
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { acc[c] = _mm256_setzero_ps(); }
@@ -393,7 +401,7 @@ template <class Block> struct k16_avx2 {
     using column = block_q8_K;
     template <int NC> MOE_AVX2 static void dot(int n, const row * x, const column * const * y, float * out) {
         constexpr bool has_mins = ZERO_SHIFT<row> == 0;
-        const int ahead = prefetch_distance<row>();
+        const int ahead = prefetch_distance<row, NC>();
         __m256 acc[NC];
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { acc[c] = _mm256_setzero_ps(); }
@@ -442,7 +450,7 @@ struct iq4_xs_avx2 {
     using row    = block_iq4_xs;
     using column = block_q8_K;
     template <int NC> MOE_AVX2 static void dot(int n, const row * x, const column * const * y, float * out) {
-        const int ahead = prefetch_distance<row>();
+        const int ahead = prefetch_distance<row, NC>();
         const __m256i values = _mm256_broadcastsi128_si256(iq4_values());
         __m256 acc[NC];
         MOE_UNROLL
@@ -490,6 +498,7 @@ template <class Block> struct b32_avx2 {
         float scale[NC][TILE];
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { _mm256_storeu_ps(scale[c], _mm256_mul_ps(d, scales_of_blocks<M>(y[c] + i))); }
+        asm("" : "+m"(scale)); // a scale is to be spread by loading it: the compiler would use two shuffles
         MOE_UNROLL
         for (int k = 0; k < M; k++) {
             const __m256i q = unpack(x[i + k]);
@@ -497,7 +506,7 @@ template <class Block> struct b32_avx2 {
             MOE_UNROLL
             for (int c = 0; c < NC; c++) {
                 const __m256i p = _mm256_madd_epi16(signed_products(q, qabs, y[c][i + k].qs), ones);
-                acc[c] = _mm256_fmadd_ps(_mm256_broadcast_ss(&scale[c][k]), _mm256_cvtepi32_ps(p), acc[c]);
+                acc[c] = _mm256_fmadd_ps(_mm256_set1_ps(scale[c][k]), _mm256_cvtepi32_ps(p), acc[c]);
             }
         }
     }
@@ -674,7 +683,7 @@ template <class Block> struct k32_avx512 {
     using row    = Block;
     using column = block_q8_K;
     template <int NC> MOE_AVX512 static void dot(int n, const row * x, const column * const * y, float * out) {
-        const int ahead = prefetch_distance<row>();
+        const int ahead = prefetch_distance<row, NC>();
         __m512 acc[NC];
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { acc[c] = _mm512_setzero_ps(); }
@@ -718,7 +727,7 @@ template <class Block> struct k16_avx512 {
     using column = block_q8_K;
     template <int NC> MOE_AVX512 static void dot(int n, const row * x, const column * const * y, float * out) {
         constexpr bool has_mins = ZERO_SHIFT<row> == 0;
-        const int ahead = prefetch_distance<row>();
+        const int ahead = prefetch_distance<row, NC>();
         const __m512i groups = _mm512_inserti64x4(
             _mm512_castsi256_si512(_mm256_set_m128i(_mm_set1_epi16(1), _mm_setzero_si128())),
             _mm256_set_m128i(_mm_set1_epi16(3), _mm_set1_epi16(2)), 1);
@@ -773,7 +782,7 @@ struct iq4_xs_avx512 {
     using row    = block_iq4_xs;
     using column = block_q8_K;
     template <int NC> MOE_AVX512 static void dot(int n, const row * x, const column * const * y, float * out) {
-        const int ahead = prefetch_distance<row>();
+        const int ahead = prefetch_distance<row, NC>();
         const __m512i flip = _mm512_set1_epi8((char) 0x80);
         __m512 acc[NC];
         MOE_UNROLL
@@ -820,6 +829,7 @@ template <class Block> struct b32_avx512 {
         float scale[NC][TILE];
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { _mm256_storeu_ps(scale[c], _mm256_mul_ps(d, scales_of_blocks<M>(y[c] + i))); }
+        asm("" : "+m"(scale)); // a scale is to be spread by loading it: the compiler would use two shuffles
         MOE_UNROLL
         for (int k = 0; k < M; k++) {
             const __m256i q = unpack(x[i + k]);
@@ -828,7 +838,7 @@ template <class Block> struct b32_avx512 {
             MOE_UNROLL
             for (int c = 0; c < NC; c++) {
                 const __m256i p = _mm256_dpbusd_epi32(start, _mm256_xor_si256(load32(y[c][i + k].qs), flip), q);
-                acc[c] = _mm256_fmadd_ps(_mm256_broadcast_ss(&scale[c][k]), _mm256_cvtepi32_ps(p), acc[c]);
+                acc[c] = _mm256_fmadd_ps(_mm256_set1_ps(scale[c][k]), _mm256_cvtepi32_ps(p), acc[c]);
             }
         }
     }
@@ -914,6 +924,8 @@ template <class Float> struct float_avx512 {
     }
 };
 
+#ifdef MOE_HAS_BF16
+
 // vdpbf16ps multiplies and adds pairs; it takes denormals for zero, as ggml's own product does where it has the instruction.
 struct bfloat16_avx512 {
     using row    = bfloat16;
@@ -936,6 +948,8 @@ struct bfloat16_avx512 {
         store_sums<NC>(acc, out);
     }
 };
+
+#endif
 
 template <class Kernel>
 void row_dot(int n, const void * x, const void * const * y, int n_cols, float * out, moe_vec_dot_t) {
@@ -964,9 +978,11 @@ template <class Narrow, class Wide> moe_kernel choose(int level) {
 
 // fn is null where there is none for the type
 moe_kernel own_kernel(ggml_type type, int level) {
+#ifdef MOE_HAS_BF16
     if (type == GGML_TYPE_BF16 && level >= 3) {
         return kernel<bfloat16_avx512>("avx512-bf16");
     }
+#endif
     switch (type) {
         case GGML_TYPE_Q4_0:   return choose<b32_avx2<block_q4_0>,     b32_avx512<block_q4_0>>(level);
         case GGML_TYPE_Q4_1:   return choose<b32_min_avx2<block_q4_1>, b32_min_avx512<block_q4_1>>(level);
@@ -1000,7 +1016,12 @@ int detect_level() {
     const bool avx512 = __builtin_cpu_supports("avx512f")  && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                         __builtin_cpu_supports("avx512vnni");
-    return !avx512 ? 1 : __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+#ifdef MOE_HAS_BF16
+    if (avx512 && __builtin_cpu_supports("avx512bf16")) {
+        return 3;
+    }
+#endif
+    return avx512 ? 2 : 1;
 }
 
 #else
