@@ -635,13 +635,13 @@ double kernel_rate(const options & o, const buffer & weights, const std::vector<
     });
 }
 
-// what is to be measured for a type, in the order of the table
+// What is to be measured for a type, in the order of the table. A level that brings no other kernel is left out.
 std::vector<result> plan(const options & o, ggml_type type, int n_threads) {
     std::vector<result> todo;
     for (int level : o.levels) {
-        if (level == BEST && type != GGML_TYPE_BF16 && o.levels.size() > 1) { continue; } // the kernels of level 2
         moe_kernel_set_isa_limit(level);
         const moe_kernel k = moe_kernel_for(type);
+        if (std::any_of(todo.begin(), todo.end(), [&](const result & r) { return r.kernel.fn == k.fn; })) { continue; }
         for (int prefetch : k.prefetches ? o.prefetch : std::vector<int> { 1 }) {
             for (int width : o.widths) { todo.push_back({ type, k, prefetch, n_threads, width, {}, {} }); }
         }
@@ -722,7 +722,7 @@ void write_json(const options & o, size_t n_cores, const std::vector<result> & r
 }
 
 int bench(const options & o, const std::vector<int> & cores) {
-    printf("%s, %zu cores; %d MiB of weights, rows of %d, median of %d times %.2f s\n", cpu_model().c_str(), cores.size(), o.mib, o.row, o.repeats, o.seconds);
+    printf("%s, %zu cores; %d MiB of weights, rows of %d, median of %d times %g ms\n", cpu_model().c_str(), cores.size(), o.mib, o.row, o.repeats, 1000.0*o.seconds);
     printf("GB/s of weights, and the share of what as many threads read; columns are tokens an expert\n");
     printf("type   kernel       prefetch thr.   read ");
     for (int width : o.widths) { printf(" %11d", width); }
