@@ -83,7 +83,7 @@ static_assert(sizeof(block_q8_K)   == 292, "q8_K layout");
 //
 
 // How far ahead of a block, in bytes, weights are prefetched; 0: not at all. It may run past the last row: a prefetch does not
-// fault. Only super-blocks gain from it: with four columns 4 to 8 % at this distance, less at half or twice of it, by
+// fault. Super-blocks gain from it: with four columns 4 to 8 % at this distance, less at half or twice of it, by
 // test_moe_kernels --bench --prefetch on a Zen 4. The others see one plain stream, as the hardware does.
 template <class Block> constexpr int PREFETCH = 0;
 template <> constexpr int PREFETCH<block_q2_K>   = 2304;
@@ -927,17 +927,22 @@ template <class Float> struct float_avx512 {
 #ifdef MOE_HAS_BF16
 
 // vdpbf16ps multiplies and adds pairs; it takes denormals for zero, as ggml's own product does where it has the instruction.
+// With several columns it prefetches, to L2: 16 GB/s from DRAM with four of them on a Zen 4, 12 without and 12 to L1.
 struct bfloat16_avx512 {
     using row    = bfloat16;
     using column = bfloat16;
-    static constexpr int STEP = 32;
+    static constexpr int STEP = 32, DISTANCE = 4608; // weights, bytes
 
     template <int NC> MOE_BF16 static void dot(int n, const row * x, const column * const * y, float * out) {
+        const int ahead = NC > 1 ? DISTANCE*g_prefetch_multiple.load(std::memory_order_relaxed) : 0;
         __m512 acc[NC];
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { acc[c] = _mm512_setzero_ps(); }
 
         for (int i = 0; i < n; i += STEP) {
+            if (ahead > 0) {
+                _mm_prefetch((const char *) (x + i) + ahead, _MM_HINT_T1);
+            }
             const __mmask32 mask = n - i < STEP ? (1u << (n - i)) - 1 : ~0u; // what it excludes is not read
             const __m512bh weights = (__m512bh) _mm512_maskz_loadu_epi16(mask, x + i);
             MOE_UNROLL
@@ -968,19 +973,16 @@ void row_dot(int n, const void * x, const void * const * y, int n_cols, float * 
     }
 }
 
-template <class Kernel> moe_kernel kernel(const char * name) {
-    return { row_dot<Kernel>, name, PREFETCH<typename Kernel::row> > 0 };
-}
-
 template <class Narrow, class Wide> moe_kernel choose(int level) {
-    return level >= 2 ? kernel<Wide>("avx512-vnni") : kernel<Narrow>("avx2");
+    const bool prefetches = PREFETCH<typename Narrow::row> > 0;
+    return level >= 2 ? moe_kernel { row_dot<Wide>, "avx512-vnni", prefetches } : moe_kernel { row_dot<Narrow>, "avx2", prefetches };
 }
 
 // fn is null where there is none for the type
 moe_kernel own_kernel(ggml_type type, int level) {
 #ifdef MOE_HAS_BF16
     if (type == GGML_TYPE_BF16 && level >= 3) {
-        return kernel<bfloat16_avx512>("avx512-bf16");
+        return { row_dot<bfloat16_avx512>, "avx512-bf16", true };
     }
 #endif
     switch (type) {
