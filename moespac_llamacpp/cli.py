@@ -20,6 +20,7 @@ from moespac_llamacpp import __version__, native
 from moespac_llamacpp._build import installed_version
 from moespac_llamacpp.acceptance import Sampling
 from moespac_llamacpp.chat import Chat, ContextFullError
+from moespac_llamacpp.commands.synth import synth
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import Drafter, GgufDraft, NgramDraft, NoDraft
 from moespac_llamacpp.inspection import InspectError, inspect
@@ -551,6 +552,9 @@ def doctor(
                 )
     except (LoadError, native.MoeError) as error:
         raise fail(error) from error
+
+
+app.command()(synth)
 
 
 def main() -> None:
