@@ -20,6 +20,7 @@ from moespac_llamacpp import __version__, native
 from moespac_llamacpp._build import installed_version
 from moespac_llamacpp.acceptance import Sampling
 from moespac_llamacpp.chat import Chat, ContextFullError
+from moespac_llamacpp.commands.bench import bench
 from moespac_llamacpp.commands.synth import synth
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import Drafter, GgufDraft, NgramDraft, NoDraft
@@ -555,6 +556,7 @@ def doctor(
 
 
 app.command()(synth)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

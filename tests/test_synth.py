@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -47,7 +48,7 @@ def test_a_real_decode_follows_the_plan(pair: Pair) -> None:
     findings = check_pair(pair, 2)
     assert not findings.failures
     assert findings.routing > 0.95 and findings.chain == 1.0
-    assert set(findings.acceptance) == {"0.6", "0.9"}
+    assert set(findings.acceptance) == {"draft-tiny-qwen3-60", "draft-tiny-qwen3-90"}
     assert findings.words_repeated == 0 and findings.ngram_drafted == 0
 
 
@@ -59,7 +60,7 @@ def test_a_pair_that_is_not_as_planned_is_found(pair: Pair, tmp_path: Path) -> N
     rng = np.random.default_rng(9)
     wrong = Plan(**(vars(plan) | {"base": rng.permutation(plan.base), "chain": np.roll(plan.chain, 7)}))
     wrong.save(tmp_path / "plan.npz")
-    (tmp_path / "draft-60.gguf").rename(tmp_path / "draft-80.gguf")
+    (tmp_path / "draft-tiny-qwen3-60.gguf").rename(tmp_path / "draft-tiny-qwen3-80.gguf")
     failures = check_pair(Pair(tmp_path), 2).failures
     assert any("choices" in f for f in failures) and any("acceptance" in f for f in failures)
 
@@ -68,6 +69,13 @@ def test_deepseek_pairs_behave_too_without_a_trace(tmp_path: Path) -> None:
     order = Order("deepseek-v2-lite", draft="qwen3-0.6b", draft_quant="Q4_K_M", tiny=True)
     findings = check_pair(write_pair(order, tmp_path, quiet), 2, n_tokens=160)
     assert not findings.failures
+
+
+def test_another_draft_joins_a_pair_of_the_same_plan_only(pair: Pair, trace: Path) -> None:
+    order = Order("qwen3-30b-a3b", draft="qwen3-0.6b", acceptances=(0.5,), trace=trace, tiny=True, drafts_only=True)
+    write_pair(order, pair.folder, quiet).draft(0.5, "tiny-qwen3").unlink()
+    with pytest.raises(ValueError, match="other routing"):
+        write_pair(replace(order, seed=4), pair.folder, quiet)
 
 
 def test_text_of_words_has_a_token_for_each_word(pair: Pair) -> None:

@@ -20,7 +20,7 @@ NAMES = ", ".join(TINY)
 
 def synth(
     name: Annotated[str, typer.Argument(help=f"The target to imitate: {NAMES}.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for target.gguf, draft-75.gguf and plan.npz.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for target.gguf, the drafts and plan.npz.")],
     quant: Annotated[str, typer.Option("--quant", help=f"Weight types of the target: {', '.join(QUANTS)}.")] = "Q4_K_M",
     draft: Annotated[str, typer.Option("--draft", help="The draft to imitate, or none.")] = "qwen3-4b",
     draft_quant: Annotated[str, typer.Option("--draft-quant", help="Weight types of the draft.")] = "Q8_0",
@@ -33,6 +33,9 @@ def synth(
     ] = None,
     layers: Annotated[int | None, typer.Option("--layers", help="Fewer layers than the model has.")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="The same structure in some 40 MB.")] = False,
+    drafts_only: Annotated[
+        bool, typer.Option("--drafts-only", help="Another draft for the pair in -o; all else as when that was written.")
+    ] = False,
     check: Annotated[bool, typer.Option("--verify", help="Then decode the pair and compare with the plan.")] = False,
     seed: Annotated[int, typer.Option("--seed", "-s")] = 0,
 ) -> None:
@@ -52,6 +55,7 @@ def synth(
             tiny=tiny,
             layers=layers,
             seed=seed,
+            drafts_only=drafts_only,
         )
         pair = write_pair(order, out, _progress)
     except (ValueError, OSError, RoomError) as error:

@@ -22,12 +22,12 @@ _WIDTH = 32  # tokens of a decode
 
 @dataclass(frozen=True)
 class Findings:
-    """Shares from 0 to 1. acceptance: measured, by what was asked for."""
+    """Shares from 0 to 1."""
 
     tokens: int
     routing: float  # of the planned experts, those that were chosen
     chain: float  # of the main chain's words, those that followed
-    acceptance: dict[str, float]
+    acceptance: dict[str, float]  # by name of the draft, which ends in the percentage that was asked for
     repeat_trace: float  # experts that the next token chooses again: in the trace token's routing,
     repeat_planted: float  # and in the chain
     early_gate: (
@@ -42,13 +42,13 @@ class Findings:
         found = []
         if self.routing < ROUTING_AT_LEAST:
             found.append(f"only {self.routing:.1%} of the choices are as planned, {ROUTING_AT_LEAST:.0%} are needed")
-        for asked, measured in self.acceptance.items():
-            if abs(float(asked) - measured) > ACCEPTANCE_WITHIN:
-                found.append(f"the acceptance is {measured:.3f} instead of {asked}")
+        for name, measured in self.acceptance.items():
+            if abs(asked(name) - measured) > ACCEPTANCE_WITHIN:
+                found.append(f"the acceptance of {name} is {measured:.3f} instead of {asked(name)}")
         return found
 
     def describe(self) -> str:
-        accepted = ", ".join(f"{m:.3f} of {a} asked for" for a, m in self.acceptance.items()) or "no draft"
+        accepted = ", ".join(f"{name} {m:.3f}" for name, m in self.acceptance.items()) or "no draft"
         return "\n".join(
             (
                 f"routing as planned: {self.routing:.1%} of the choices of {self.tokens} tokens",
@@ -63,6 +63,11 @@ class Findings:
                 f"lookup of n-grams found {self.ngram_drafted} guesses",
             )
         )
+
+
+def asked(draft: str) -> float:
+    """The acceptance in a draft file's name."""
+    return float(draft.rpartition("-")[2]) / 100
 
 
 def overlap(got: NDArray[np.integer], wanted: NDArray[np.integer]) -> float:
@@ -89,14 +94,14 @@ def check_pair(pair: Pair, n_threads: int, n_tokens: int = 480) -> Findings:
     follows = np.concatenate(target_next)
     planned = plan.experts(text[:n_tokens])
     acceptance = {
-        path.stem.partition("-")[2]: float((_guesses(path, text[:n_tokens], n_threads) == follows).mean())
+        path.stem: float((_guesses(path, text[:n_tokens], n_threads) == follows).mean())
         for path in pair.drafts
     }
     return Findings(
         tokens=n_tokens,
         routing=overlap(np.concatenate(chosen), planned),
         chain=float((follows == text[1:]).mean()),
-        acceptance={f"{float(percent) / 100:g}": value for percent, value in acceptance.items()},
+        acceptance=acceptance,
         repeat_trace=overlap(plan.base[1:], plan.base[:-1]),
         repeat_planted=overlap(planned[1:], planned[:-1]),
         early_gate=early_gate(pair.target, plan, text[:64]),

@@ -1,4 +1,4 @@
-"""A planted pair as files: target.gguf, draft-75.gguf for an acceptance of 75 %, plan.npz."""
+"""A planted pair as files: target.gguf, draft-qwen3-4b-75.gguf for an acceptance of 75 %, plan.npz, about.json."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Order:
     tiny: bool = False
     layers: int | None = None
     seed: int = 0
+    drafts_only: bool = False  # another draft for a pair that is there: the same target, trace, layers and seed
 
     def shapes(self) -> tuple[Shape, Shape | None]:
         """ValueError: no such model, or it cannot play this part."""
@@ -68,8 +69,8 @@ class Pair:
     def target(self) -> Path:
         return self.folder / "target.gguf"
 
-    def draft(self, acceptance: float) -> Path:
-        return self.folder / f"draft-{100 * acceptance:g}.gguf"
+    def draft(self, acceptance: float, name: str) -> Path:
+        return self.folder / f"draft-{name}-{100 * acceptance:g}.gguf"
 
     @property
     def drafts(self) -> list[Path]:
@@ -88,6 +89,13 @@ class Pair:
         return dict(json.loads((self.folder / "about.json").read_text()))
 
 
+def _check_same(pair: Pair, plan: Plan) -> None:
+    """ValueError: the pair was written from another plan."""
+    there = pair.plan()
+    if not all(np.array_equal(getattr(there, name), value) for name, value in vars(plan).items()):
+        raise ValueError(f"{pair.folder}: its target was made for other routing: give the same model, --trace and --seed")
+
+
 class _Planted(Protocol):
     def embedding(self, part: slice) -> Floats: ...
     def output(self, part: slice) -> Floats: ...
@@ -103,19 +111,25 @@ def write_pair(order: Order, folder: Path, label: Callable[[str], Progress]) -> 
     folder.mkdir(parents=True, exist_ok=True)
     target_tensors = list(tensors(target, order.quant))
     draft_tensors = list(tensors(draft, order.draft_quant)) if draft else []
-    n_bytes = sum(t.n_bytes for t in target_tensors) + len(order.acceptances) * sum(t.n_bytes for t in draft_tensors)
+    n_bytes = 0 if order.drafts_only else sum(t.n_bytes for t in target_tensors)
+    n_bytes += len(order.acceptances) * sum(t.n_bytes for t in draft_tensors)
     largest: dict[tuple[int, ...], int] = {t.shape: t.n_bytes for t in target_tensors}
     check_room(folder, n_bytes, 3 * sum(largest.values()) + (1 << 28))
     pair = Pair(folder)
-    weights = TargetWeights(target, plan, order.seed)
-    _write(
+    if order.drafts_only:
+        _check_same(pair, plan)
+    else:
+        weights = TargetWeights(target, plan, order.seed)
+        _write(
         pair.target, target, order.quant, vocabulary, target_tensors, weights, label(pair.target.name), weights.router
     )
     if draft:
         for acceptance in order.acceptances:
-            path = pair.draft(acceptance)
+            path = pair.draft(acceptance, draft.name)
             own = DraftWeights(draft, plan, plan.misses(acceptance, order.seed + 1), order.seed)
             _write(path, draft, order.draft_quant, vocabulary, draft_tensors, own, label(path.name))
+    if order.drafts_only:
+        return pair
     plan.save(pair.plan_file)
     about = {
         "target": target.name,
