@@ -14,7 +14,7 @@ from typing import Any
 from moespac_llamacpp.bench.floor import floor_seconds
 from moespac_llamacpp.bench.process import WorkerError
 from moespac_llamacpp.bench.rig import Result, Rig, Text
-from moespac_llamacpp.bench.settings import OURS, STOCK, Choices, Setting, candidates
+from moespac_llamacpp.bench.settings import OURS, STOCK, Choices, Setting, candidates, near
 from moespac_llamacpp.bench.targets import AR, BEST, FLOOR, ROWS, SD, TTFT, VERIFY, Row
 
 Say = Callable[[str], None]
@@ -124,13 +124,21 @@ class Comparison:
             choices = replace(choices, memories=("pinned",))
         drafting, plain = row.kind in (SD, BEST), row.kind != SD
         found = candidates(
-            side, threads, row.share, choices, plain=plain, drafting=drafting, draft_extra=row.draft_extra or row.kind == SD
+            side,
+            threads,
+            row.share,
+            choices,
+            plain=plain,
+            drafting=drafting,
+            draft_extra=row.draft_extra or row.kind == SD,
         )
         return [s for s in found if self.rig.budget(s) >= 0]
 
-    def look(self, row: Row, settings: Iterable[Setting]) -> list[Ranked]:
-        """One short run of each setting, best first; those that were looked at before are not run again."""
-        ranked = []
+    def look(self, row: Row, settings: Iterable[Setting], *, optional: bool = False) -> list[Ranked]:
+        """One short run of each setting, best first; those that were looked at before are not run again.
+
+        OutOfTimeError: not even one was, and it is not optional."""
+        ranked: list[Ranked] = []
         settings = list(settings)
         text = self._text(row, coarse=True)
         for i, setting in enumerate(settings):
@@ -140,14 +148,17 @@ class Comparison:
                     self._check_time()
                     self._coarse[key] = self._rate(row, setting, text, f"{row.id} coarse")[0]
                 except OutOfTimeError:
-                    if not ranked:
+                    if not ranked and not optional:
                         raise
-                    self.note(f"{row.id}: {len(settings) - i} of {len(settings)} {setting.side} settings were not tried for time")
+                    left = f"{len(settings) - i} of {len(settings)} {setting.side} settings"
+                    self.note(f"{row.id}: {left} were not tried for time")
                     break
                 except WorkerError as error:
                     self.note(str(error))
                     continue
-                self.say(f"{row.id}  {i + 1}/{len(settings)}  {setting.label()}: {self._coarse[key]:.2f} {unit_of(row)}")
+                self.say(
+                    f"{row.id}  {i + 1}/{len(settings)}  {setting.label()}: {self._coarse[key]:.2f} {unit_of(row)}"
+                )
             ranked.append(Ranked(setting, [self._coarse[key]]))
         return sorted(ranked, key=lambda r: -r.rate)
 
@@ -156,6 +167,11 @@ class Comparison:
         if row.kind == FLOOR:
             return self._measure_floor(row)
         sides = {side: self.look(row, self.settings(row, side)) for side in (STOCK, OURS)}
+        for side, ranked in sides.items():
+            if ranked and row.kind != TTFT:
+                first = ranked[0].setting
+                fewer = self.look(row, [replace(first, threads=n) for n in near(first.threads)], optional=True)
+                sides[side] = sorted([*ranked, *fewer], key=lambda r: -r.rate)
         for side, ranked in sides.items():
             if not ranked:
                 raise WorkerError(f"{row.id}: no setting of {side} works")
@@ -194,10 +210,8 @@ class Comparison:
             "outputs_equal": all(outputs) if outputs else None,
         }
         self.rows.append(record)
-        self.say(
-            f"{row.id}: {measured:.2f} (at least {row.at_least:g}, aim {row.aim:g})  ours {ours.setting.label()} {ours.rate:.2f}; "
-            + "; ".join(f"{r.setting.label()} {r.rate:.2f}" for r in rivals)
-        )
+        contenders = "; ".join(f"{c.setting.label()} {c.rate:.2f}" for c in (ours, *rivals))
+        self.say(f"{row.id}: {measured:.2f} (at least {row.at_least:g}, aim {row.aim:g})  {contenders}")
         return record
 
     def _measure_floor(self, row: Row) -> dict[str, Any]:
@@ -224,9 +238,11 @@ class Comparison:
 
     # -- the grid ------------------------------------------------------------------------------------------------------------
 
-    def grid(self, shares: Sequence[float], threads: Sequence[int], drafts: Sequence[str]) -> None:
+    def grid(
+        self, shares: Sequence[float], threads: Sequence[int], drafts: Sequence[str], lengths: Sequence[int]
+    ) -> None:
         """Every setting once at every budget and thread count, drafts extra on both sides; `runs` grows."""
-        choices = replace(self.choices, drafts=tuple(drafts))
+        choices = replace(self.choices, drafts=tuple(drafts), lengths=tuple(lengths))
         settings = [
             setting
             for t in threads
@@ -236,7 +252,8 @@ class Comparison:
                 side, self._threads(t), share, choices, plain=True, drafting=True, draft_extra=True
             )
         ]
-        settings = list(dict.fromkeys(settings))
+        # those that share a placement in a row: loading one takes longer than a run
+        settings = sorted(dict.fromkeys(settings), key=lambda s: (s.side, s.memory, s.share))
         for i, setting in enumerate(settings):
             self._check_time()
             text = self.rig.text(self.effort.n_prompt or 512, self.effort.coarse_tokens)
@@ -245,7 +262,9 @@ class Comparison:
             except WorkerError as error:
                 self.note(str(error))
                 continue
-            self.say(f"grid {i + 1}/{len(settings)}  {setting.label()}: {result.tps:.2f} TPS, TTFT {1e3 * result.ttft:.0f} ms")
+            self.say(
+                f"grid {i + 1}/{len(settings)}  {setting.label()}: {result.tps:.2f} TPS, TTFT {1e3 * result.ttft:.0f} ms"
+            )
 
     def clocked(self, row: Row) -> None:
         """One run of the row's best setting with the layers' clocks on, for the picture of a step."""

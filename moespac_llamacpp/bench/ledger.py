@@ -28,7 +28,8 @@ class Weights:
 
     @staticmethod
     def of(path: Path) -> Weights:
-        dense, layers = 0, {}
+        dense = 0
+        layers: dict[int, int] = {}
         for tensor in gguf.GGUFReader(path).tensors:
             if match := _EXPERTS.match(tensor.name):
                 il = int(match[1])

@@ -76,18 +76,31 @@ class Worker:
         assert self.target is not None and self.target.experts is not None
         return self.target.experts
 
-    def _cold(self, policy: str, expert_bytes: int, max_moves: int) -> Residency:
-        """Slots for so many bytes, filled with the first experts of each layer."""
-        experts = self.experts
-        slots = slots_for_bytes(block_sizes(experts), expert_bytes)
+    def _slots(self, expert_bytes: int) -> list[int]:
+        """Sets slots that take so many bytes together with the buffers of their lane, unless all experts fit.
+
+        Where the lane alone would take a quarter of the bytes, as in tiny models, it comes on top: the ledger shows it."""
+        experts, sizes = self.experts, block_sizes(self.experts)
         experts.set_slots([0] * experts.n_rows)
+        slots = slots_for_bytes(sizes, expert_bytes)
         experts.set_slots(slots)
+        lane = experts.device_bytes() - sum(n * b.expert_bytes for n, b in zip(slots, sizes, strict=True))
+        if 0 < lane < expert_bytes // 4 and slots != [b.n_expert for b in sizes]:
+            slots = slots_for_bytes(sizes, expert_bytes - lane)
+            experts.set_slots(slots)
+        return slots
+
+    def _cold(self, policy: str, expert_bytes: int, max_moves: int | None) -> Residency:
+        """Slots for so many bytes, filled with the first experts of each layer. max_moves None: as users have it."""
+        experts = self.experts
+        slots = self._slots(expert_bytes)
         for row, n in enumerate(slots):
             for expert in range(n):
                 experts.load(row, expert)
         experts.sync()
         experts.publish()
-        return Residency(experts, make_policy(policy, experts.n_rows, experts.n_expert), max_moves=max_moves)
+        limits = {} if max_moves is None else {"max_moves": max_moves}
+        return Residency(experts, make_policy(policy, experts.n_rows, experts.n_expert), **limits)
 
     def _threads(self, n: int) -> None:
         for context in (self.target, *self.drafts.values()):
@@ -110,12 +123,15 @@ class Worker:
         fixed: bool,
         expert_bytes: int,
         policy: str,
-        max_moves: int,
+        max_moves: int | None,
         clocks: bool,
     ) -> dict[str, Any]:
         """draft: a loaded one's name, "ngram", or None. clocks: take the layers' times, which costs a little."""
         assert self.target is not None
         self._threads(threads)
+        self.experts.set_slots([0] * self.experts.n_rows)
+        del stock._log[:]
+        free = self.device.memory[0]
         residency = self._cold(policy, expert_bytes, max_moves)
         decoder = Decoder(
             self.target, residency, drafter=self._drafter(draft), draft_max=n_draft if draft else 0, draft_fixed=fixed
@@ -134,6 +150,7 @@ class Worker:
             gc.enable()
             decoder.close()
         report, perf = decoder.report, self.experts.perf_total()
+        used = free - self.device.memory[0]
         return {
             "tokens": text,
             "ttft": report.prompt_seconds,
@@ -150,6 +167,8 @@ class Worker:
             "load_bytes": perf.n_load_bytes,
             "slot_bytes": sum(r.n_slots * r.expert_bytes for r in self.experts.rows()),
             "device_bytes": self.experts.device_bytes(),
+            "device_reading": used,
+            "buffers": stock.buffers(),
             "us": {"launch": perf.us_launch, "cold": perf.us_cold, "wait": perf.us_wait, "total": perf.us_total},
             **self._expert_bytes(),
         }
@@ -170,7 +189,7 @@ class Worker:
         width: int,
         expert_bytes: int,
         policy: str,
-        max_moves: int,
+        max_moves: int | None,
     ) -> dict[str, Any]:
         """Seconds of each step of `width` tokens: the decode, and what the policy takes with it."""
         assert self.target is not None
@@ -209,5 +228,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-

@@ -37,7 +37,9 @@ def bars(title: str, stacks: Mapping[str, Mapping[str, float]]) -> str:
             y = _y((height + value) / top)
             size = _y(height / top) - y
             colour = _colour(names.index(name))
-            parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{step * 0.6:.1f}" height="{size:.1f}" fill="{colour}"/>')
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{step * 0.6:.1f}" height="{size:.1f}" fill="{colour}"/>'
+            )
             height += value
         parts.append(_text(x + step * 0.3, HEIGHT - BOTTOM + 16, label, "middle"))
     return _document([*parts, *(_legend(i, name) for i, name in enumerate(names))])

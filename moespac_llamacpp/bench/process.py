@@ -35,6 +35,10 @@ class Process:
             self._lines.put(line)
         self._lines.put(b"")
 
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
     def call(self, operation: str, *, limit: float = 600.0, **arguments: Any) -> dict[str, Any]:
         """WorkerError: the operation failed, took longer than `limit` seconds, or the process ended."""
         assert self._process.stdin
@@ -44,11 +48,14 @@ class Process:
             line = self._lines.get(timeout=limit)
         except queue.Empty:
             self._process.kill()
+            self._process.wait()
             raise WorkerError(f"{self.name}: {operation} took longer than {limit:.0f} s (log: {self.log})") from None
         except OSError:
             line = b""
         if not line:
-            raise WorkerError(f"{self.name}: ended during {operation} with code {self._process.wait()} (log: {self.log})")
+            raise WorkerError(
+                f"{self.name}: ended during {operation} with code {self._process.wait()} (log: {self.log})"
+            )
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise WorkerError(f"{self.name}: {operation}: {answer['error']}")

@@ -16,7 +16,7 @@ TARGET_FIELDS = ("id", "what", "at_least", "aim", "measured", "unit")
 def save(folder: Path, comparison: Comparison, about: Mapping[str, object], where: dict[str, Any]) -> None:
     """comparison.json, comparison.md, targets.json and the pictures. Cheap: called after every row."""
     folder.mkdir(parents=True, exist_ok=True)
-    record = {
+    record: dict[str, Any] = {
         "machine": where,
         "pair": {"planted": True, **about},
         "choices": vars(comparison.choices) | {"cheap": comparison.cheap},
@@ -41,8 +41,8 @@ def document(record: Mapping[str, Any]) -> str:
     lines = [
         "# Comparison with llama.cpp on a planted pair",
         "",
-        f"Planted: {pair['target']} {pair['quant']}, {pair['layers']} layers, draft {pair['draft']} {pair['draft_quant']}; random "
-        f"weights, routing from {pair['routing']}.",
+        f"Planted: {pair['target']} {pair['quant']}, {pair['layers']} layers, draft {pair['draft']} {pair['draft_quant']}; "
+        f"random weights, routing from {pair['routing']}.",
         f"Machine: {machine.short(where)}, {where['memory_gb']} GB; commit {where['commit']}, {where['date']}.",
         f"Rival: llama-cpp-python {rival['llama_cpp']}"
         + (", our own build, not attached: llama.cpp's own path" if rival["patched"] else ", unpatched"),
@@ -94,6 +94,7 @@ def pictures(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """SVG by file name, of what there is to see."""
     found: dict[str, str] = {}
     measured = [r for r in runs if "tps" in r and r["n_generated"] > 1]
+    measured = [r for r in measured if r["stage"] == "grid"] or measured
     speeds = {
         side: _best_by_share([r for r in measured if r["setting"]["side"] == name], "tps")
         for name, side in (("ours", "moespac"), ("stock", "llama.cpp"))
@@ -103,10 +104,9 @@ def pictures(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     hits = {"best": _best_by_share([r for r in measured if "hit_rate" in r], "hit_rate", 100.0)}
     if hits["best"]:
         found["hits.svg"] = plots.lines("% of pairs on the device", "% of experts in VRAM", hits)
-    clocked = [r for r in measured if r.get("us", {}).get("total")]
+    clocked = [r for r in runs if r.get("us", {}).get("total")]
     if clocked:
-        best = {share: r for share, r in _best_runs(clocked).items()}
-        bars = {f"{100 * share:g} %": step_parts(r) for share, r in sorted(best.items())}
+        bars = {f"{100 * share:g} %": step_parts(r) for share, r in sorted(_best_runs(clocked).items())}
         found["steps.svg"] = plots.bars("ms per step", bars)
     return found
 

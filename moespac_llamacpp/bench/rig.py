@@ -90,21 +90,40 @@ class Rig:
         self._buffers: dict[str, dict[str, float]] = {}
         self._device_bytes: dict[str, int] = {}
         self._at = 0
-        command, env = stock_command(rival)
-        self.stock = Process("stock", command, logs / "stock.log", env)
-        self.ours = Process("ours", [sys.executable, "-m", "moespac_llamacpp.bench.ours"], logs / "ours.log")
+        self._device, self._logs = device, logs
+        self._commands = {
+            STOCK: stock_command(rival),
+            OURS: ([sys.executable, "-m", "moespac_llamacpp.bench.ours"], dict[str, str]()),
+        }
+        self._processes: dict[str, Process] = {}
+        self.hello: dict[str, dict[str, Any]] = {}
+        self._ours_loaded = False
         try:
-            self.hello = {p.name: p.call("hello", device=device) for p in (self.stock, self.ours)}
-            if self.hello["stock"]["patched"] != (rival == PATCHED):
+            for side in (STOCK, OURS):
+                self._process(side)
+            if self.hello[STOCK]["patched"] != (rival == PATCHED):
                 raise ValueError(f"{rival}: its llama_cpp is patched: the rival must be llama.cpp as it is")
-            self.device = str(self.hello["ours"]["device"])
+            self.device = str(self.hello[OURS]["device"])
         except BaseException:
             self.close()
             raise
-        self._ours_loaded = False
+
+    def _process(self, side: str) -> Process:
+        """The side's worker; a new one, with nothing loaded, if the last one ended (ggml aborts on some errors of a device)."""
+        process = self._processes.get(side)
+        if process is None or not process.alive:
+            command, env = self._commands[side]
+            process = self._processes[side] = Process(side, command, self._logs / f"{side}.log", env)
+            self.hello[side] = process.call("hello", device=self._device)
+            self._drafts[side].clear()
+            if side == OURS:
+                self._ours_loaded = False
+            else:
+                self._stock.clear()
+        return process
 
     def close(self) -> None:
-        for process in (self.stock, self.ours):
+        for process in self._processes.values():
             process.close()
 
     def __enter__(self) -> Rig:
@@ -145,9 +164,10 @@ class Rig:
         budget = self.budget(setting)
         if budget < 0:
             raise WorkerError(f"{setting.label()}: the draft takes more than the whole share")
+        process = self._process(setting.side)
         if setting.draft and setting.draft != "ngram":
             self._load_draft(setting.side, setting.draft)
-        common = {
+        common: dict[str, Any] = {
             "threads": setting.threads,
             "prompt": text.prompt,
             "n_generate": len(text.follows),
@@ -157,13 +177,14 @@ class Rig:
         if setting.side == STOCK:
             layers = self.weights.last_layers(budget)
             name = self._load_stock(setting.memory, layers)
-            answer = self.stock.call("run", target=name, **common)
+            answer = process.call("run", target=name, **common)
             experts, buffers = sum(self.weights.layers[il] for il in layers), self._buffers[name]
             answer["layers"] = len(layers)
         else:
             self._load_ours()
-            own = {"expert_bytes": budget, "policy": setting.policy, "max_moves": setting.max_moves}
-            answer = self.ours.call("run", fixed=setting.fixed, clocks=clocks, **common, **own)
+            own: dict[str, Any] = {"expert_bytes": budget, "policy": setting.policy, "max_moves": setting.max_moves}
+            answer = process.call("run", fixed=setting.fixed, clocks=clocks, **common, **own)
+            self._buffers[OURS].update({b: s for b, s in answer["buffers"].items() if b.endswith(" compute")})
             experts, buffers = answer["device_bytes"], self._buffers[OURS]
         entry = ledger.entry(self.weights, buffers, self.device, experts, self.draft_cost(setting.draft))
         answer["vram"] = asdict(entry) | {"total": entry.total}
@@ -180,16 +201,26 @@ class Rig:
 
     def steps(self, setting: Setting, text: Text, width: int) -> dict[str, Any]:
         """Decodes of `width` tokens each, without a draft."""
-        common = {"threads": setting.threads, "prompt": text.prompt, "text": text.follows, "width": width}
+        common: dict[str, Any] = {
+            "threads": setting.threads,
+            "prompt": text.prompt,
+            "text": text.follows,
+            "width": width,
+        }
+        process = self._process(setting.side)
         if setting.side == STOCK:
             name = self._load_stock(setting.memory, self.weights.last_layers(self.budget(setting)))
-            return self.stock.call("steps", target=name, **common)
+            return process.call("steps", target=name, **common)
         self._load_ours()
-        own = {"expert_bytes": self.budget(setting), "policy": setting.policy, "max_moves": setting.max_moves}
-        return self.ours.call("steps", **common, **own)
+        own: dict[str, Any] = {
+            "expert_bytes": self.budget(setting),
+            "policy": setting.policy,
+            "max_moves": setting.max_moves,
+        }
+        return process.call("steps", **common, **own)
 
     def bandwidths(self, threads: list[int], seconds: float = 0.5) -> dict[str, Any]:
-        return self.ours.call("bandwidths", threads=threads, seconds=seconds)
+        return self._process(OURS).call("bandwidths", threads=threads, seconds=seconds)
 
     def loaded(self) -> list[dict[str, Any]]:
         """What each model made llama.cpp allocate, and what the device itself says that it took (0 on a CPU)."""
@@ -213,7 +244,7 @@ class Rig:
         if self._ours_loaded:
             return
         self.say(f"loading {self.pair.target.name} for ours")
-        answer = self.ours.call("load", path=str(self.pair.target), n_ctx=self.n_ctx, n_batch=self.n_batch)
+        answer = self._process(OURS).call("load", path=str(self.pair.target), n_ctx=self.n_ctx, n_batch=self.n_batch)
         for il, _, _, hybrid, fallback in answer["rows"]:
             if not hybrid:
                 self.say(f"layer {il} takes llama.cpp's own path: {fallback}")
@@ -226,12 +257,17 @@ class Rig:
             self._stock.move_to_end(key)
             return self._stock[key]
         while len(self._stock) >= self.keep:
-            self.stock.call("unload", name=self._stock.popitem(last=False)[1])
+            self._process(STOCK).call("unload", name=self._stock.popitem(last=False)[1])
         name = f"stock {memory} {len(layers)}"
         self.say(f"loading {self.pair.target.name} for stock: {memory}, experts of {len(layers)} layers in VRAM")
-        placement = {"memory": memory, "device_layers": layers}
+        placement: dict[str, Any] = {"memory": memory, "device_layers": layers}
         path = str(self.pair.target)
-        self._took(name, self.stock.call("load", name=name, path=path, n_ctx=self.n_ctx, n_batch=self.n_batch, **placement))
+        self._took(
+            name,
+            self._process(STOCK).call(
+                "load", name=name, path=path, n_ctx=self.n_ctx, n_batch=self.n_batch, **placement
+            ),
+        )
         self._stock[key] = name
         return name
 
@@ -240,11 +276,16 @@ class Rig:
         if draft in held:
             held.move_to_end(draft)
             return
-        process = self.stock if side == STOCK else self.ours
+        process = self._process(side)
         if len(held) >= MAX_DRAFT_CONTEXTS:
             oldest = held.popitem(last=False)[0]
             process.call("unload" if side == STOCK else "unload_draft", name=oldest)
-        arguments = {"name": draft, "path": str(self.draft_files[draft]), "n_ctx": self.n_ctx, "n_batch": self.n_batch}
+        arguments: dict[str, Any] = {
+            "name": draft,
+            "path": str(self.draft_files[draft]),
+            "n_ctx": self.n_ctx,
+            "n_batch": self.n_batch,
+        }
         if side == STOCK:
             answer = process.call("load", memory="mmap", device_layers=[], **arguments)
         else:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 STOCK, OURS = "stock", "ours"
 MEMORIES = ("pinned", "mmap", "repacked")
-MAX_MOVES = 60
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Setting:
     memory: str = "pinned"
     fixed: bool = True
     policy: str = "moe-spac"
-    max_moves: int = MAX_MOVES
+    max_moves: int | None = None  # uploads a step; None: as users have it
 
     def label(self) -> str:
         drafting = "no draft" if self.draft is None else f"{self.draft} {'' if self.fixed else 'up to '}{self.n_draft}"
@@ -43,6 +42,11 @@ class Choices:
     policies: tuple[str, ...] = ("moe-spac",)
     ngram: bool = False
     extra: tuple[Setting, ...] = field(default=())
+
+
+def near(threads: int) -> list[int]:
+    """Thread counts that may be better than all: one core for who launches, or fewer that fight for memory."""
+    return sorted({max(1, threads - 1), max(1, 3 * threads // 4)} - {threads})
 
 
 def with_draft(base: Setting, drafts: Sequence[str], lengths: Iterable[int]) -> list[Setting]:

@@ -16,7 +16,8 @@ import os
 import re
 import sys
 import time
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 if __name__ == "__main__":
     sys.path = [p for p in sys.path if os.path.abspath(p or ".") != os.path.dirname(os.path.abspath(__file__))]
@@ -29,22 +30,24 @@ EXPERT_TENSORS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps\."
 LOAD_NONE, LOAD_MMAP = 0, 1  # enum llama_load_mode
 _BUFFER = re.compile(r"(\S+)\s+(model|KV|compute|output|RS) buffer size\s*=\s*([\d.]+) MiB")
 
-_log: List[str] = []
+_log: list[str] = []
 
 
-@llama_cpp.llama_log_callback
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _keep_log(level: int, text: bytes, _: object) -> None:
     _log.append(text.decode("utf-8", "replace"))
     if len(_log) > 4000:
         del _log[:2000]
 
 
-def buffers() -> Dict[str, float]:
-    """Bytes of the buffers that the log since the last call names: "CUDA0 KV" and the like."""
-    found: Dict[str, float] = {}
+def buffers() -> dict[str, float]:
+    """Bytes of the buffers that the log since the last call names: "CUDA0 KV" and the like. Compute buffers are named anew
+    whenever they are planned anew; of the others there may be several."""
+    found: dict[str, float] = {}
     for place, what, mib in _BUFFER.findall("".join(_log)):
         name = place + " " + what
-        found[name] = found.get(name, 0.0) + float(mib) * 2**20
+        before = 0.0 if what == "compute" else found.get(name, 0.0)
+        found[name] = before + float(mib) * 2**20
     del _log[:]
     return found
 
@@ -65,20 +68,20 @@ _dev_host_buft = _function("ggml_backend_dev_host_buffer_type", ctypes.c_void_p,
 _dev_memory = _function("ggml_backend_dev_memory", None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 
-def devices() -> List[Any]:
+def devices() -> list[Any]:
     """(pointer, name, description, type) of each; type 0: CPU."""
     found = [_dev_get(i) for i in range(_dev_count())]
     return [(d, _dev_name(d).decode(), _dev_description(d).decode(), _dev_type(d)) for d in found]
 
 
-def find_device(name: Optional[str]) -> Any:
+def find_device(name: str | None) -> Any:
     """The named one, else the first GPU, else the CPU."""
     found = devices()
     for device in found:
         if device[1] == name or (name is None and device[3] in (1, 2)):
             return device
     if name is not None:
-        raise RuntimeError("there is no device %s: %s" % (name, ", ".join(d[1] for d in found)))
+        raise RuntimeError(f"there is no device {name}: {', '.join(d[1] for d in found)}")
     return next(d for d in found if d[3] == 0)
 
 
@@ -101,7 +104,7 @@ class Loaded:
         """memory: pinned, mmap or repacked, for experts of layers that are not in device_layers."""
         cpu = _dev_buft(next(d for d in devices() if d[3] == 0)[0])
         host = (_dev_host_buft(device[0]) or cpu) if memory == "pinned" else cpu
-        rules = [(r"blk\.%d%s" % (il, EXPERT_TENSORS), _dev_buft(device[0])) for il in device_layers]
+        rules = [(rf"blk\.{il}{EXPERT_TENSORS}", _dev_buft(device[0])) for il in device_layers]
         rules.append((EXPERT_TENSORS, host))
         table = (_Override * (len(rules) + 1))(*[_Override(p.encode(), b) for p, b in rules])
         params = llama_cpp.llama_model_default_params()
@@ -112,14 +115,14 @@ class Loaded:
         params.tensor_buft_overrides = ctypes.cast(table, ctypes.c_void_p)
         self.model = llama_cpp.llama_model_load_from_file(path.encode(), params)
         if not self.model:
-            raise RuntimeError("%s: cannot be loaded: %s" % (path, _reason()))
+            raise RuntimeError(f"{path}: cannot be loaded: {_reason()}")
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         fields = llama_cpp.llama_context_default_params()
         fields.n_ctx, fields.n_batch, fields.n_ubatch, fields.no_perf = n_ctx, n_batch, 512, True
         self.context = llama_cpp.llama_init_from_model(self.model, fields)
         if not self.context:
-            raise RuntimeError("%s: no context of %d tokens: %s" % (path, n_ctx, _reason()))
-        self.n_batch = n_batch
+            raise RuntimeError(f"{path}: no context of {n_ctx} tokens: {_reason()}")
+        self.n_ctx, self.n_batch = n_ctx, min(n_batch, llama_cpp.llama_n_batch(self.context))
         self.memory = llama_cpp.llama_get_memory(self.context)
         self.batch = llama_cpp.llama_batch_init(n_batch, 0, 1)
         self.n_past = 0
@@ -144,6 +147,8 @@ class Loaded:
 
     def decode(self, tokens: Sequence[int], all_logits: bool = False) -> Any:
         """Appends tokens; float32 logits, one row for each token or for the last alone."""
+        if self.n_past + len(tokens) > self.n_ctx:
+            raise RuntimeError(f"the context of {self.n_ctx} tokens is full")
         for i in range(0, len(tokens), self.n_batch):
             part = tokens[i : i + self.n_batch]
             n, batch = len(part), self.batch
@@ -154,7 +159,7 @@ class Loaded:
                 batch.logits[j] = all_logits or j == n - 1
             code = llama_cpp.llama_decode(self.context, batch)
             if code != 0:
-                raise RuntimeError("decoding %d tokens failed with code %d: %s" % (n, code, _reason()))
+                raise RuntimeError(f"decoding {n} tokens failed with code {code}: {_reason()}")
             self.n_past += n
         logits = llama_cpp.llama_get_logits(self.context)
         return np.ctypeslib.as_array(logits, shape=(n if all_logits else 1, self.n_vocab))
@@ -165,15 +170,13 @@ def _reason() -> str:
     return lines[0] if lines else "llama.cpp gave no reason"
 
 
-def generate(
-    target: Loaded, draft: Optional[Loaded], prompt: List[int], n_generate: int, n_draft: int
-) -> Dict[str, Any]:
+def generate(target: Loaded, draft: Loaded | None, prompt: list[int], n_generate: int, n_draft: int) -> dict[str, Any]:
     """Greedy text after the prompt. seconds: from the first token on, which the prompt gives."""
     target.clear()
     start = time.perf_counter()
     tokens = [int(target.decode(prompt).argmax())]
     ttft = time.perf_counter() - start
-    pending: List[int] = []
+    pending: list[int] = []
     if draft:
         draft.clear()
         draft.decode(prompt)
@@ -183,7 +186,7 @@ def generate(
     begin = time.perf_counter()
     while len(tokens) < n_generate:
         t0 = time.perf_counter()
-        guesses: List[int] = []
+        guesses: list[int] = []
         for _ in range(min(n_draft, n_generate - len(tokens) - 1) if draft else 0):
             assert draft
             guesses.append(int(draft.decode(pending)[0].argmax()))
@@ -230,10 +233,10 @@ class Worker:
     """The operations; state between them: the device, models by name."""
 
     def __init__(self) -> None:
-        self.models: Dict[str, Loaded] = {}
+        self.models: dict[str, Loaded] = {}
         self.device: Any = None
 
-    def hello(self, device: Optional[str]) -> Dict[str, Any]:
+    def hello(self, device: str | None) -> dict[str, Any]:
         self.device = find_device(device)
         return {
             "llama_cpp": llama_cpp.__version__,
@@ -244,8 +247,8 @@ class Worker:
         }
 
     def load(
-        self, name: str, path: str, memory: str, device_layers: List[int], n_ctx: int, n_batch: int
-    ) -> Dict[str, Any]:
+        self, name: str, path: str, memory: str, device_layers: list[int], n_ctx: int, n_batch: int
+    ) -> dict[str, Any]:
         del _log[:]
         free = free_memory(self.device)
         start = time.perf_counter()
@@ -253,19 +256,19 @@ class Worker:
         seconds = time.perf_counter() - start
         return {"seconds": seconds, "buffers": buffers(), "device_bytes": free - free_memory(self.device)}
 
-    def unload(self, name: str) -> Dict[str, Any]:
+    def unload(self, name: str) -> dict[str, Any]:
         self.models.pop(name).close()
         return {}
 
     def run(
-        self, target: str, draft: Optional[str], threads: int, prompt: List[int], n_generate: int, n_draft: int
-    ) -> Dict[str, Any]:
+        self, target: str, draft: str | None, threads: int, prompt: list[int], n_generate: int, n_draft: int
+    ) -> dict[str, Any]:
         models = [self.models[n] for n in (target, draft) if n]
         for model in models:
             model.threads(threads)
         return generate(models[0], models[1] if draft else None, prompt, n_generate, n_draft)
 
-    def steps(self, target: str, threads: int, prompt: List[int], text: List[int], width: int) -> Dict[str, Any]:
+    def steps(self, target: str, threads: int, prompt: list[int], text: list[int], width: int) -> dict[str, Any]:
         """Seconds of each decode of `width` tokens of the text, which follows the prompt."""
         model = self.models[target]
         model.threads(threads)

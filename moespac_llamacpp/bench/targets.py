@@ -75,7 +75,8 @@ def choose(names: Sequence[str], about: Mapping[str, object]) -> list[Row]:
             raise ValueError(f"there is no row {name!r}; there are {', '.join(ROWS)}")
         if not ROWS[name].fits(about):
             pair = ROWS[name].pair
-            raise ValueError(f"row {name} needs a pair of {pair[0]} {pair[1]}, this one is {about['target']} {about['quant']}")
+            this = f"{about['target']} {about['quant']}"
+            raise ValueError(f"row {name} needs a pair of {pair[0]} {pair[1]}, this one is {this}")
     return [ROWS[name] for name in names]
 
 

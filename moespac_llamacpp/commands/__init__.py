@@ -1,1 +1,1 @@
-"""Commands of the command line, one module for each; cli.py registers them."""
+"""The commands of `moespac`, a file each; cli.py registers them."""

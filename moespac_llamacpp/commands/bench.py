@@ -39,26 +39,41 @@ def compare(
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("bench/results"),
-    rows: Annotated[str, typer.Option("--rows", help="Target rows, by id with commas; default: the grid, then all.")] = "",
+    rows: Annotated[
+        str, typer.Option("--rows", help="Target rows, by id with commas; default: the grid, then all.")
+    ] = "",
+    only_grid: Annotated[bool, typer.Option("--only-grid", help="No rows.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help=f"The rows {', '.join(QUICK)} in about 8 minutes.")] = False,
     minutes: Annotated[float | None, typer.Option("--minutes", help="Start nothing after so many.")] = None,
-    budgets: Annotated[str, typer.Option("--budgets", help="Of the grid: % of expert bytes in VRAM.")] = "8,17,25,50,100",
+    budgets: Annotated[
+        str, typer.Option("--budgets", help="Of the grid: % of expert bytes in VRAM.")
+    ] = "8,17,25,50,100",
     threads: Annotated[str, typer.Option("--threads", "-t", help="Of the grid; rows have their own.")] = "4,8,16",
     max_threads: Annotated[
         int | None, typer.Option("--max-threads", help="No run takes more (default: the cores that there are).")
     ] = None,
-    draft: Annotated[str, typer.Option("--draft", help="Drafts for the rows, by file stem; default: those of 75 %.")] = "",
+    draft: Annotated[
+        str, typer.Option("--draft", help="Drafts for the rows, by file stem; default: those of 75 %.")
+    ] = "",
     cheap_draft: Annotated[
         str, typer.Option("--cheap-draft", help="Further drafts where a draft is paid out of the experts' share.")
     ] = "",
-    lengths: Annotated[str | None, typer.Option("--lengths", help="Draft lengths (default 2,3,4,6,8; quick 2,4).")] = None,
+    lengths: Annotated[
+        str | None, typer.Option("--lengths", help="Draft lengths (default 2,3,4,6,8; quick 2,4).")
+    ] = None,
+    grid_lengths: Annotated[str, typer.Option("--grid-lengths", help="Draft lengths of the grid.")] = "2,4,8",
     memory: Annotated[
-        str | None, typer.Option("--memory", help=f"The rival's host memory: {', '.join(MEMORIES)} (quick: the first two).")
+        str | None,
+        typer.Option("--memory", help=f"The rival's host memory: {', '.join(MEMORIES)} (quick: the first two)."),
     ] = None,
     policies: Annotated[str, typer.Option("--policies", help="Policies of ours that are tried.")] = "moe-spac",
     ngram: Annotated[bool, typer.Option("--ngram", help="Try lookup in the text as a drafter too.")] = False,
-    device: Annotated[str | None, typer.Option("--device", help="ggml device (default: the first GPU, else the CPU).")] = None,
-    prompt: Annotated[int | None, typer.Option("--prompt", help="Tokens of a prompt, in place of the rows' own.")] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="ggml device (default: the first GPU, else the CPU).")
+    ] = None,
+    prompt: Annotated[
+        int | None, typer.Option("--prompt", help="Tokens of a prompt, in place of the rows' own.")
+    ] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", "-n", help="Tokens to generate in a round.")] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Rounds of the best settings in turn.")] = 3,
     ctx: Annotated[int, typer.Option("--ctx", "-c", help="Context length of all models.")] = 2560,
@@ -69,7 +84,7 @@ def compare(
     files = Pair(pair)
     try:
         about = files.about
-        chosen = choose(QUICK if quick and not rows else _words(rows), about)
+        chosen = [] if only_grid else choose(QUICK if quick and not rows else _words(rows), about)
         stems = [p.stem for p in files.drafts]
         drafts = _words(draft) or tuple(s for s in stems if s.endswith("-75"))
         _check_drafts((*drafts, *_words(cheap_draft)), stems, pair)
@@ -85,6 +100,7 @@ def compare(
             coarse_tokens=min(48 if quick else 64, tokens or 1 << 20),
             tokens=tokens or (96 if quick else 128),
             rounds=rounds,
+            verify_steps=min(16, max(4, (tokens or 128) // 8)),
             n_prompt=prompt,
             max_threads=max_threads or machine.n_cores(),
             minutes=minutes if minutes is not None or not quick else 8.0,
@@ -96,7 +112,8 @@ def compare(
             _say(machine.short(where))
             if not rows and not quick:
                 shares = [float(b) / 100 for b in _words(budgets)]
-                comparison.grid(shares, [int(t) for t in _words(threads)], stems)
+                wanted = [int(n) for n in _words(grid_lengths)]
+                comparison.grid(shares, [int(t) for t in _words(threads)], stems, wanted)
                 report.save(out, comparison, about, where)
             _measure(comparison, chosen, lambda: report.save(out, comparison, about, where))
     except (ValueError, OSError, WorkerError, OutOfTimeError) as error:

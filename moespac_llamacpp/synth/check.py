@@ -94,8 +94,7 @@ def check_pair(pair: Pair, n_threads: int, n_tokens: int = 480) -> Findings:
     follows = np.concatenate(target_next)
     planned = plan.experts(text[:n_tokens])
     acceptance = {
-        path.stem: float((_guesses(path, text[:n_tokens], n_threads) == follows).mean())
-        for path in pair.drafts
+        path.stem: float((_guesses(path, text[:n_tokens], n_threads) == follows).mean()) for path in pair.drafts
     }
     return Findings(
         tokens=n_tokens,

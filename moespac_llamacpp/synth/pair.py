@@ -93,7 +93,9 @@ def _check_same(pair: Pair, plan: Plan) -> None:
     """ValueError: the pair was written from another plan."""
     there = pair.plan()
     if not all(np.array_equal(getattr(there, name), value) for name, value in vars(plan).items()):
-        raise ValueError(f"{pair.folder}: its target was made for other routing: give the same model, --trace and --seed")
+        raise ValueError(
+            f"{pair.folder}: its target was made for other routing: give the same model, --trace and --seed"
+        )
 
 
 class _Planted(Protocol):
@@ -121,8 +123,15 @@ def write_pair(order: Order, folder: Path, label: Callable[[str], Progress]) -> 
     else:
         weights = TargetWeights(target, plan, order.seed)
         _write(
-        pair.target, target, order.quant, vocabulary, target_tensors, weights, label(pair.target.name), weights.router
-    )
+            pair.target,
+            target,
+            order.quant,
+            vocabulary,
+            target_tensors,
+            weights,
+            label(pair.target.name),
+            weights.router,
+        )
     if draft:
         for acceptance in order.acceptances:
             path = pair.draft(acceptance, draft.name)
