@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -159,6 +160,8 @@ def test_both_sides_draft_at_least_two_tokens_where_the_row_says_so() -> None:
     assert {(s.memory, s.n_draft) for s in rival} == {(m, n) for m in ("pinned", "mmap") for n in (0, 2, 4)}
     ours = candidates(OURS, 8, 0.25, choices, plain=True, drafting=True, draft_extra=False)
     assert any(not s.fixed for s in ours) and any(s.draft is None for s in ours)
+    two = candidates(STOCK, 8, 0.25, replace(choices, drafts=("a", "b")), plain=False, drafting=True, draft_extra=True)
+    assert {(s.draft, s.n_draft) for s in two} == {(d, n) for d in ("a", "b") for n in (2, 4)}
 
 
 def test_fewer_threads_are_tried_too() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 STOCK, OURS = "stock", "ours"
@@ -49,7 +49,7 @@ def near(threads: int) -> list[int]:
     return sorted({max(1, threads - 1), max(1, 3 * threads // 4)} - {threads})
 
 
-def with_draft(base: Setting, drafts: Sequence[str], lengths: Iterable[int]) -> list[Setting]:
+def with_draft(base: Setting, drafts: Sequence[str], lengths: Sequence[int]) -> list[Setting]:
     return [replace(base, draft=draft, n_draft=n) for draft in drafts for n in lengths]
 
 
@@ -67,7 +67,7 @@ def candidates(
         if plain:
             found.append(base)
         if drafting:
-            found += with_draft(base, choices.drafts, (n for n in choices.lengths if n >= 2))
+            found += with_draft(base, choices.drafts, [n for n in choices.lengths if n >= 2])
         # left to itself, ours may choose not to draft at all
         if plain and drafting and side == OURS:
             found += [replace(s, fixed=False) for s in with_draft(base, choices.drafts, [choices.upto])]

@@ -97,7 +97,7 @@ def compare(
             ngram=ngram,
         )
         effort = Effort(
-            coarse_tokens=min(48 if quick else 64, tokens or 1 << 20),
+            coarse_tokens=min(64, tokens or 64),
             tokens=tokens or (96 if quick else 128),
             rounds=rounds,
             verify_steps=min(16, max(4, (tokens or 128) // 8)),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import gguf
@@ -21,7 +21,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
-from moespac_llamacpp.synth.plan import BOOST, Plan, rank_values
+from moespac_llamacpp.synth.plan import BOOST, Ids, Plan, rank_values
 from moespac_llamacpp.synth.shapes import Shape, Tensor
 
 Floats = NDArray[np.float32]
@@ -173,28 +173,31 @@ class DraftWeights:
         return np.asarray(sum_of_codes(self.codes, self.before[part]) / np.float32(self.codes.shape[1]), np.float32)
 
 
-def successors(plan: Plan, misses: NDArray[np.bool_] | None = None) -> dict[int, int]:
-    """What follows each word; with misses, what the draft believes: a decoy, another one for each miss."""
+def successors(plan: Plan, misses: NDArray[np.bool_] | None = None) -> tuple[Ids, Ids]:
+    """(words, what follows each of them), both chains; with misses, what the draft believes: a decoy, another for each miss."""
     follows = np.roll(plan.chain, -1)
     if misses is not None and misses.any():
         wrong = np.flatnonzero(misses)
         follows = follows.copy()
         follows[wrong] = plan.decoys[(np.arange(len(wrong)) * len(plan.decoys)) // len(wrong)]
-    following = dict(zip(plan.chain.tolist(), follows.tolist(), strict=True))
-    return following | dict(zip(plan.decoys.tolist(), np.roll(plan.decoys, -1).tolist(), strict=True))
+    return np.concatenate([plan.chain, plan.decoys]), np.concatenate([follows, np.roll(plan.decoys, -1)])
 
 
-def predecessors(n_vocab: int, following: dict[int, int]) -> list[list[int]]:
-    """Before which words each token is expected, [n_vocab]."""
-    before: list[list[int]] = [[] for _ in range(n_vocab)]
-    for word, successor in following.items():
-        before[successor].append(word)
+def predecessors(n_vocab: int, following: tuple[Ids, Ids]) -> Ids:
+    """Before which words each token is expected, int32 [n_vocab, as many as there are at most], -1: fewer."""
+    words, follows = following
+    order = np.argsort(follows, kind="stable")
+    counts = np.bincount(follows, minlength=n_vocab)
+    nth = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    before = np.full((n_vocab, int(counts.max())), -1, np.int32)
+    before[follows[order], nth] = words[order]
     return before
 
 
-def sum_of_codes(all_codes: NDArray[np.int8], before: Sequence[Sequence[int]]) -> Floats:
-    """float32 [len(before), width]: the sums of the codes of each entry's words."""
+def sum_of_codes(all_codes: NDArray[np.int8], before: Ids) -> Floats:
+    """float32 [len(before), width]: the sums of the codes of each row's words; -1: none."""
     rows = np.zeros((len(before), all_codes.shape[1]), np.float32)
-    place = np.repeat(np.arange(len(before)), [len(b) for b in before])
-    np.add.at(rows, place, all_codes[[word for b in before for word in b]].astype(np.float32))
+    for column in before.T:
+        there = np.flatnonzero(column >= 0)
+        rows[there] += all_codes[column[there]]
     return rows
