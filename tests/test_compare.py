@@ -21,6 +21,7 @@ from moespac_llamacpp.bench.floor import floor_seconds
 from moespac_llamacpp.bench.process import Process, WorkerError
 from moespac_llamacpp.bench.rig import Rig, stock_command
 from moespac_llamacpp.bench.settings import OURS, STOCK, Choices, Setting, candidates, near
+from moespac_llamacpp.bench.texts import PlantedTexts
 from moespac_llamacpp.cli import app
 from moespac_llamacpp.synth import Order, Pair, write_pair
 
@@ -54,7 +55,7 @@ def compared(pair: Pair, rival: str, tmp_path_factory: pytest.TempPathFactory) -
     """Two rows and a small grid through the command line, on the CPU."""
     out = tmp_path_factory.mktemp("results")
     common = ["bench", "compare", "--pair", str(pair.folder), "--stock", rival, "-o", str(out)]
-    common += ["--prompt", "24", "-n", "16", "--rounds", "1", "--ctx", "256", "--max-threads", "2", "--lengths", "3"]
+    common += ["--prompt", "24", "-n", "16", "--rounds", "1", "--ctx", "256", "--max-threads", "1", "--lengths", "3"]
     rows = CliRunner().invoke(
         app, [*common, "--rows", "sd-25-t16,verify-25-t16,ttft-2048,floor-25", "--memory", "pinned,repacked"]
     )
@@ -112,9 +113,9 @@ def test_the_ledger_counts_what_llama_cpp_allocates(compared: Path, pair: Pair) 
 
 def test_a_grid_has_every_setting(pair: Pair, rival: str, tmp_path: Path) -> None:
     arguments = ["bench", "compare", "--pair", str(pair.folder), "--stock", rival, "-o", str(tmp_path)]
-    arguments += ["--budgets", "25,100", "-t", "2", "--grid-lengths", "2", "--memory", "mmap", "--only-grid"]
+    arguments += ["--budgets", "25,100", "-t", "1", "--grid-lengths", "2", "--memory", "mmap", "--only-grid"]
     arguments += ["--prompt", "16", "-n", "8", "--ctx", "64", "--policies", "lru", "--rounds", "1", "--lengths", "2"]
-    arguments += ["--max-threads", "2"]
+    arguments += ["--max-threads", "1"]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     record = json.loads((tmp_path / "comparison.json").read_text())
     grid = {
@@ -226,7 +227,7 @@ def test_pictures_are_well_formed_whatever_the_names() -> None:
 
 def test_a_patched_rival_is_refused(pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the rival must be"):
-        Rig(pair, sys.executable, tmp_path)
+        Rig(pair.target, {}, sys.executable, tmp_path)
 
 
 def test_a_rival_that_is_none_is_refused() -> None:
@@ -244,12 +245,14 @@ def test_a_worker_that_dies_or_fails_says_so(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_cannot_be_made_is_an_error_of_its_own(pair: Pair, rival: str, tmp_path: Path) -> None:
-    with Rig(pair, rival, tmp_path, n_ctx=64, say=lambda _: None) as rig:
-        text = rig.text(8, 8)
+    texts = PlantedTexts(pair.plan())
+    drafts = {p.stem: p for p in pair.drafts}
+    with Rig(pair.target, drafts, rival, tmp_path, n_ctx=64, say=lambda _: None) as rig:
+        text = texts.next(8, 8)
         with pytest.raises(WorkerError, match="more than the whole share"):
             rig.run(Setting(OURS, 1, 0.01, DRAFT, 2, draft_extra=False), text)
         with pytest.raises(WorkerError, match="stock: run"):
-            rig.run(Setting(STOCK, 1, 0.25), rig.text(100, 8))
+            rig.run(Setting(STOCK, 1, 0.25), texts.next(100, 8))
         assert rig.run(Setting(STOCK, 1, 0.25), text).as_planted
         worker = rig._process(STOCK)._process
         worker.kill()  # what an abort in ggml amounts to

@@ -13,9 +13,10 @@ from typing import Any
 
 from moespac_llamacpp.bench.floor import floor_seconds
 from moespac_llamacpp.bench.process import WorkerError
-from moespac_llamacpp.bench.rig import Result, Rig, Text
+from moespac_llamacpp.bench.rig import Result, Rig
 from moespac_llamacpp.bench.settings import OURS, STOCK, Choices, Setting, candidates, near
 from moespac_llamacpp.bench.targets import AR, BEST, FLOOR, ROWS, SD, TTFT, VERIFY, Row
+from moespac_llamacpp.bench.texts import Text, Texts
 
 Say = Callable[[str], None]
 VERIFY_WIDTH = 9
@@ -55,9 +56,12 @@ class Ranked:
 class Comparison:
     """All that was measured so far, and the way to measure more."""
 
-    def __init__(self, rig: Rig, choices: Choices, cheap: Sequence[str], effort: Effort, say: Say) -> None:
+    def __init__(
+        self, rig: Rig, texts: Texts, choices: Choices, cheap: Sequence[str], effort: Effort, say: Say
+    ) -> None:
         """cheap: stems of further drafts for rows in which a draft is paid out of the share."""
-        self.rig, self.choices, self.cheap, self.effort, self.say = rig, choices, tuple(cheap), effort, say
+        self.rig, self.texts, self.choices, self.cheap = rig, texts, choices, tuple(cheap)
+        self.effort, self.say = effort, say
         self.runs: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
@@ -88,7 +92,7 @@ class Comparison:
     def run(self, setting: Setting, text: Text, stage: str, *, clocks: bool = False) -> Result:
         result = self.rig.run(setting, text, clocks=clocks)
         self.runs.append({"stage": stage, **result.record()})
-        if not result.as_planted:
+        if result.as_planted is False:
             self.note(f"{setting.label()}: the text is not the planted one")
         return result
 
@@ -109,7 +113,7 @@ class Comparison:
             n = VERIFY_WIDTH * self.effort.verify_steps
         else:
             n = self.effort.coarse_tokens if coarse else self.effort.tokens
-        return self.rig.text(self._prompt(row), n)
+        return self.texts.next(self._prompt(row), n)
 
     # -- a row ---------------------------------------------------------------------------------------------------------------
 
@@ -256,7 +260,7 @@ class Comparison:
         settings = sorted(dict.fromkeys(settings), key=lambda s: (s.side, s.memory, s.share))
         for i, setting in enumerate(settings):
             self._check_time()
-            text = self.rig.text(self.effort.n_prompt or 512, self.effort.coarse_tokens)
+            text = self.texts.next(self.effort.n_prompt or 512, self.effort.coarse_tokens)
             try:
                 result = self.run(setting, text, "grid", clocks=setting.side == OURS)
             except WorkerError as error:

@@ -71,6 +71,11 @@ class Worker:
         context.model.close()
         return {}
 
+    def tokenize(self, messages: list[str]) -> dict[str, Any]:
+        assert self.target is not None
+        model = self.target.model
+        return {"tokens": [model.tokenize(model.chat_prompt(message)) for message in messages]}
+
     @property
     def experts(self) -> native.Experts:
         assert self.target is not None and self.target.experts is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,10 @@ from typing import Any
 from moespac_llamacpp.bench import ledger, stock
 from moespac_llamacpp.bench.process import Process, WorkerError
 from moespac_llamacpp.bench.settings import OURS, STOCK, Setting
-from moespac_llamacpp.synth.pair import Pair
+from moespac_llamacpp.bench.texts import Text
 
 MAX_DRAFT_CONTEXTS = 4
 PATCHED = "patched"
-
-
-@dataclass(frozen=True)
-class Text:
-    """A piece of the pair's chain: a prompt and what must follow."""
-
-    prompt: list[int]
-    follows: list[int]
 
 
 @dataclass
@@ -35,7 +28,7 @@ class Result:
     n_generated: int
     tps: float
     ttft: float
-    as_planted: bool  # the text is the chain
+    as_planted: bool | None  # the text is the chain; None where none is planted
     detail: dict[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
@@ -68,7 +61,8 @@ class Rig:
 
     def __init__(
         self,
-        pair: Pair,
+        target: Path,
+        drafts: Mapping[str, Path],
         rival: str,
         logs: Path,
         *,
@@ -78,18 +72,15 @@ class Rig:
         keep: int = 3,
         say: Any = print,
     ) -> None:
-        self.pair = pair
+        self.target, self.draft_files = target, dict(drafts)
         self.n_ctx, self.n_batch, self.keep, self.say = n_ctx, n_batch, keep, say
-        self.plan = pair.plan()
-        self.weights = ledger.Weights.of(pair.target)
-        self.draft_files = {p.stem: p for p in pair.drafts}
+        self.weights = ledger.Weights.of(target)
         self._draft_weights: dict[str, ledger.Weights] = {}
         self.draft_bytes: dict[str, int] = {}
         self._drafts: dict[str, OrderedDict[str, None]] = {STOCK: OrderedDict(), OURS: OrderedDict()}
         self._stock: OrderedDict[tuple[str, int], str] = OrderedDict()
         self._buffers: dict[str, dict[str, float]] = {}
         self._device_bytes: dict[str, int] = {}
-        self._at = 0
         self._device, self._logs = device, logs
         self._commands = {
             STOCK: stock_command(rival),
@@ -134,16 +125,6 @@ class Rig:
 
     # ------------------------------------------------------------------------------------------------------------------------
 
-    def text(self, n_prompt: int, n_follow: int) -> Text:
-        """The next piece of the chain, which nothing was measured on before (until the chain is used up)."""
-        n = n_prompt + n_follow
-        chain = self.plan.chain
-        if self._at + n > len(chain):
-            self._at = 0
-        piece = chain[self._at : self._at + n].tolist()
-        self._at += n
-        return Text(piece[:n_prompt], piece[n_prompt:])
-
     def draft_cost(self, draft: str | None) -> int:
         """Bytes that a draft takes on the device."""
         if draft is None or draft == "ngram":
@@ -170,7 +151,7 @@ class Rig:
         common: dict[str, Any] = {
             "threads": setting.threads,
             "prompt": text.prompt,
-            "n_generate": len(text.follows),
+            "n_generate": text.n,
             "n_draft": setting.n_draft,
             "draft": setting.draft,
         }
@@ -195,12 +176,13 @@ class Rig:
             len(tokens),
             (len(tokens) - 1) / answer["seconds"] if len(tokens) > 1 else 0.0,
             answer["ttft"],
-            tokens == text.follows,
+            None if text.follows is None else tokens == text.follows,
             answer,
         )
 
     def steps(self, setting: Setting, text: Text, width: int) -> dict[str, Any]:
         """Decodes of `width` tokens each, without a draft."""
+        assert text.follows is not None
         common: dict[str, Any] = {
             "threads": setting.threads,
             "prompt": text.prompt,
@@ -218,6 +200,11 @@ class Rig:
             "max_moves": setting.max_moves,
         }
         return process.call("steps", **common, **own)
+
+    def tokenize(self, messages: Sequence[str]) -> list[list[int]]:
+        """User's messages in the target's chat template, as tokens."""
+        self._load_ours()
+        return list(self._process(OURS).call("tokenize", messages=list(messages))["tokens"])
 
     def bandwidths(self, threads: list[int], seconds: float = 0.5) -> dict[str, Any]:
         return self._process(OURS).call("bandwidths", threads=threads, seconds=seconds)
@@ -243,8 +230,8 @@ class Rig:
     def _load_ours(self) -> None:
         if self._ours_loaded:
             return
-        self.say(f"loading {self.pair.target.name} for ours")
-        answer = self._process(OURS).call("load", path=str(self.pair.target), n_ctx=self.n_ctx, n_batch=self.n_batch)
+        self.say(f"loading {self.target.name} for ours")
+        answer = self._process(OURS).call("load", path=str(self.target), n_ctx=self.n_ctx, n_batch=self.n_batch)
         for il, _, _, hybrid, fallback in answer["rows"]:
             if not hybrid:
                 self.say(f"layer {il} takes llama.cpp's own path: {fallback}")
@@ -259,9 +246,9 @@ class Rig:
         while len(self._stock) >= self.keep:
             self._process(STOCK).call("unload", name=self._stock.popitem(last=False)[1])
         name = f"stock {memory} {len(layers)}"
-        self.say(f"loading {self.pair.target.name} for stock: {memory}, experts of {len(layers)} layers in VRAM")
+        self.say(f"loading {self.target.name} for stock: {memory}, experts of {len(layers)} layers in VRAM")
         placement: dict[str, Any] = {"memory": memory, "device_layers": layers}
-        path = str(self.pair.target)
+        path = str(self.target)
         self._took(
             name,
             self._process(STOCK).call(

@@ -1,26 +1,24 @@
-"""moespac bench compare: this project against llama.cpp, on a planted pair."""
+"""moespac bench: this project against llama.cpp, on a planted pair or on the suites of the paper."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moespac_llamacpp.bench import machine, report
+from moespac_llamacpp.bench import machine, report, suite_runs
 from moespac_llamacpp.bench.compare import Comparison, Effort, OutOfTimeError
 from moespac_llamacpp.bench.process import WorkerError
 from moespac_llamacpp.bench.rig import Rig
 from moespac_llamacpp.bench.settings import MEMORIES, Choices
+from moespac_llamacpp.bench.suites import SUITES, SuiteError, messages
 from moespac_llamacpp.bench.targets import QUICK, Row, choose
+from moespac_llamacpp.bench.texts import PlantedTexts
 from moespac_llamacpp.synth.pair import Pair
 
 bench = typer.Typer(no_args_is_help=True, help="Measure this project against llama.cpp.")
-
-
-@bench.callback()
-def _group() -> None:
-    """Keeps `compare` a subcommand while it is the only one."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -106,8 +104,9 @@ def compare(
             minutes=minutes if minutes is not None or not quick else 8.0,
         )
         out.mkdir(parents=True, exist_ok=True)
-        with Rig(files, stock, out, device=device, n_ctx=ctx, keep=keep, say=_say) as rig:
-            comparison = Comparison(rig, choices, _words(cheap_draft), effort, _say)
+        there = {p.stem: p for p in files.drafts}
+        with Rig(files.target, there, stock, out, device=device, n_ctx=ctx, keep=keep, say=_say) as rig:
+            comparison = Comparison(rig, PlantedTexts(files.plan()), choices, _words(cheap_draft), effort, _say)
             where = machine.describe(rig.hello, commit)
             _say(machine.short(where))
             if not rows and not quick:
@@ -146,3 +145,50 @@ def _check_drafts(names: tuple[str, ...], stems: list[str], pair: Path) -> None:
 
 def _say(text: str) -> None:
     typer.echo(text, err=True)
+
+
+@bench.command()
+def suites(
+    model: Annotated[Path, typer.Option("--model", "-m", help="GGUF file of the target model.")],
+    stock: Annotated[str, typer.Option("--stock", help="The rival, as for compare.")],
+    draft_model: Annotated[Path | None, typer.Option("--draft-model", "-md", help="GGUF file of the draft.")] = None,
+    suite: Annotated[str, typer.Option("--suite", help=f"With commas: {', '.join(SUITES)}.")] = ",".join(SUITES),
+    rows: Annotated[
+        list[str] | None, typer.Option("--rows", help="A suite's rows from a file: gsm8k=FILE.jsonl; may be repeated.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("suites"),
+    cache_share: Annotated[float, typer.Option("--cache-share", help="Share of expert bytes in VRAM, 0 to 1.")] = 0.17,
+    draft_max: Annotated[int, typer.Option("--draft-max", help="Tokens to draft a step.", min=1)] = 8,
+    prompts: Annotated[int, typer.Option("--prompts", help="Prompts of each suite.", min=1)] = 8,
+    tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens to generate.", min=2)] = 256,
+    threads: Annotated[int | None, typer.Option("--threads", "-t", help="CPU threads (default: all cores).")] = None,
+    memory: Annotated[str, typer.Option("--memory", help="The rival's host memory, with commas.")] = "pinned,mmap",
+    policies: Annotated[str, typer.Option("--policies", help="Policies of ours.")] = "moe-spac",
+    device: Annotated[str | None, typer.Option("--device", help="ggml device.")] = None,
+    ctx: Annotated[int, typer.Option("--ctx", "-c", help="Context length.")] = 4096,
+) -> None:
+    """Tokens per second on the suites of the paper, with models of your own, both sides in turn."""
+    try:
+        files = dict(word.partition("=")[::2] for word in rows or ())
+        chosen = {s: messages(s, prompts, Path(files[s]) if s in files else None) for s in _words(suite)}
+        drafts = {draft_model.stem: draft_model} if draft_model else {}
+        wanted = suite_runs.settings(
+            threads or machine.n_cores(),
+            cache_share,
+            draft_model.stem if draft_model else None,
+            draft_max,
+            _words(memory),
+            _words(policies),
+        )
+        out.mkdir(parents=True, exist_ok=True)
+        runs: list[suite_runs.SuiteRun] = []
+        with Rig(model, drafts, stock, out, device=device, n_ctx=ctx, say=_say) as rig:
+            where = machine.describe(rig.hello)
+            for name, texts in chosen.items():
+                runs.append(suite_runs.run_suite(rig, name, texts, wanted, tokens, _say))
+                (out / "suites.json").write_text(json.dumps(suite_runs.record(runs, where), indent=1) + "\n")
+                (out / "suites.md").write_text(suite_runs.table(runs, wanted))
+    except (ValueError, OSError, WorkerError, SuiteError) as error:
+        typer.echo(f"moespac: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo((out / "suites.md").read_text())
