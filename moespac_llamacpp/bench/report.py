@@ -60,9 +60,25 @@ def document(record: Mapping[str, Any]) -> str:
     grid = [r for r in record["runs"] if r["stage"] == "grid"]
     if grid:
         lines += ["## Grid", "", _table(["setting", "TPS", "TTFT ms", "hits", "VRAM GB"], map(_run, grid)), ""]
+    if record["models"]:
+        lines += ["## VRAM of each model, GB", "", VRAM_SAID, "", _table(*_vram(record["models"])), ""]
     if record["notes"]:
         lines += ["## Notes", "", *(f"- {note}" for note in record["notes"]), ""]
     return "\n".join(lines)
+
+
+VRAM_SAID = (
+    "What llama.cpp says that it allocated on the device, and how much less the device then had free (0: a CPU does not tell). "
+    "Slots come on top: `slot_bytes`, `device_bytes` and `device_reading` of each run of ours."
+)
+
+
+def _vram(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    rows = [
+        [m["model"], f"{m['device_buffers'] / 1e9:.3f}", f"{m['device_reading'] / 1e9:.3f}"]
+        for m in sorted(models, key=lambda m: str(m["model"]))
+    ]
+    return ["model", "llama.cpp", "device"], rows
 
 
 def _row(r: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ goes to stderr.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import re
@@ -266,7 +267,12 @@ class Worker:
         models = [self.models[n] for n in (target, draft) if n]
         for model in models:
             model.threads(threads)
-        return generate(models[0], models[1] if draft else None, prompt, n_generate, n_draft)
+        gc.collect()
+        gc.disable()
+        try:
+            return generate(models[0], models[1] if draft else None, prompt, n_generate, n_draft)
+        finally:
+            gc.enable()
 
     def steps(self, target: str, threads: int, prompt: list[int], text: list[int], width: int) -> dict[str, Any]:
         """Seconds of each decode of `width` tokens of the text, which follows the prompt."""
