@@ -1,0 +1,43 @@
+"""What several commands need of the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import typer
+
+from moespac_llamacpp import native
+
+
+def fail(message: object) -> typer.Exit:
+    typer.echo(f"moespac: {message}", err=True)
+    return typer.Exit(1)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[float], None]]:
+    """A line on stderr that follows the fraction, only where somebody can see it."""
+    if not sys.stderr.isatty():
+        yield lambda fraction: None
+        return
+    shown = -1
+
+    def report(fraction: float) -> None:
+        nonlocal shown
+        if int(100 * fraction) != shown:
+            shown = int(100 * fraction)
+            typer.echo(f"\r{label} {shown:3d} %", err=True, nl=False)
+
+    yield report
+    typer.echo("\r" + " " * (len(label) + 8) + "\r", err=True, nl=False)
+
+
+def find_device(name: str | None) -> native.Device:
+    if name is None:
+        return native.default_device()
+    for device in native.devices():
+        if device.name.lower() == name.lower():
+            return device
+    raise fail(f"there is no device {name!r}; there are {', '.join(d.name for d in native.devices())}")
