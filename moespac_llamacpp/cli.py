@@ -20,6 +20,7 @@ from moespac_llamacpp import __version__, native
 from moespac_llamacpp._build import installed_version
 from moespac_llamacpp.acceptance import Sampling
 from moespac_llamacpp.chat import Chat, ContextFullError
+from moespac_llamacpp.commands.models import Resolved, models_command, pull_command, resolve
 from moespac_llamacpp.commands.plan import plan_command
 from moespac_llamacpp.commands.shared import fail, find_device, progress
 from moespac_llamacpp.decoder import Decoder
@@ -46,7 +47,7 @@ DEMO_PROMPTS = (
 )
 
 ModelOption = Annotated[
-    Path, typer.Option("--model", "-m", help="GGUF file of the target model (default: the bundled one).")
+    Path, typer.Option("--model", "-m", help="GGUF file or name (see models) of the target (default: the bundled one).")
 ]
 ShareOption = Annotated[
     float | None, typer.Option("--cache-share", help="Share of each layer's experts with a slot, 0 to 1.")
@@ -108,13 +109,13 @@ class DraftOptions:
 NO_DRAFT = DraftOptions(DraftKind.none)
 
 
-def settle_draft(options: DraftOptions, target: Path) -> DraftOptions:
+def settle_draft(options: DraftOptions, given: Resolved) -> DraftOptions:
     """The options with the kind that they mean, and a model only if it drafts."""
-    kind, path = options.kind, options.model
-    if path is None and target == TINY_MODEL:
+    kind, path = options.kind, options.model or given.draft
+    if path is None and given.target == TINY_MODEL:
         path = TINY_DRAFT
     if kind is None:
-        kind = DraftKind.model if path else DraftKind.none
+        kind = DraftKind.model if path else DraftKind.ngram if given.named else DraftKind.none
     if kind is not DraftKind.model:
         return replace(options, kind=kind, model=None)
     if path is None:
@@ -153,7 +154,8 @@ def session(
 ) -> Iterator[Decoder]:
     """Model, context, slots and policy, as every generating command wants them; all sizes are those of the memory plan."""
     device = find_device(device_name)
-    draft = settle_draft(draft, model)
+    given = resolve(model)
+    model, draft = given.target, settle_draft(draft, given)
     try:
         plan = make_plan(model, draft, device, n_ctx, Wishes(size_of(vram), size_of(budget), share))
         n_ctx = plan.target.n_ctx
@@ -400,6 +402,7 @@ def answer(
 
 @app.command("chat")
 def chat_command(
+    name: Annotated[str | None, typer.Argument(help="A name of `moespac models`, instead of -m.")] = None,
     model: ModelOption = TINY_MODEL,
     system_prompt: Annotated[
         str | None, typer.Option("--system-prompt", "-sys", help="What the model is told before the first message.")
@@ -433,7 +436,18 @@ def chat_command(
     drafting = DraftOptions(draft, draft_model, draft_max, draft_fixed, draft_gpu_layers)
     sampling = Sampling(temp, top_k, top_p, min_p, repeat_penalty, seed=None if seed is None or seed < 0 else seed)
     all_answered = True
-    with session(model, device, ctx, threads, cache_share, expert_budget, policy, drafting, sampling, vram) as decoder:
+    with session(
+        Path(name) if name else model,
+        device,
+        ctx,
+        threads,
+        cache_share,
+        expert_budget,
+        policy,
+        drafting,
+        sampling,
+        vram,
+    ) as decoder:
         chat = Chat(decoder, system_prompt)
         interrupts = Interrupts()
         if sys.stdin.isatty():
@@ -553,6 +567,8 @@ def doctor(
         raise fail(error) from error
 
 
+app.command("models")(models_command)
+app.command("pull")(pull_command)
 app.command("plan")(plan_command)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf$")
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf$")
 _STRING, _ARRAY = 8, 9
 #: by type number of gguf.md
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -206,7 +206,7 @@ def read_parts(path: Path) -> list[Header]:
     count, number = first.number("split.count"), first.number("split.no")
     if count <= 1:
         return [first]
-    name = _SHARD.match(path.name)
+    name = SHARD.match(path.name)
     if name is None or int(name[3]) != count:
         raise InspectError(
             f"{path}: part {number + 1} of {count}, but its name does not end in -00001-of-{count:05d}.gguf"

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from moespac_llamacpp import native
+from moespac_llamacpp.commands.models import resolve
 from moespac_llamacpp.commands.shared import fail, find_device
 from moespac_llamacpp.memory import parse_bytes
 from moespac_llamacpp.models import LoadError, capture_log
@@ -17,7 +18,7 @@ from moespac_llamacpp.planner import Pair, plan_pair
 
 
 def plan_command(
-    model: Annotated[Path, typer.Option("--model", "-m", help="GGUF file of the target model.")],
+    model: Annotated[Path, typer.Option("--model", "-m", help="GGUF file or name (see models) of the target.")],
     draft_model: Annotated[Path | None, typer.Option("--draft-model", "-md", help="GGUF file of the draft.")] = None,
     ctx: Annotated[int, typer.Option("--ctx", "-c", min=0, help="Context length in tokens, 0: as trained.")] = 0,
     vram: Annotated[str | None, typer.Option("--vram", help="VRAM for everything, such as 8G.")] = None,
@@ -35,6 +36,8 @@ def plan_command(
     """What will live where, and how many experts find a place. Loads nothing; takes under a second."""
     capture_log()
     where = find_device(device)
+    given = resolve(model)
+    model, draft_model = given.target, draft_model or given.draft
     try:
         total, experts = (None if text is None else parse_bytes(text) for text in (vram, expert_budget))
         wishes = Wishes(total, experts, cache_share)
