@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -16,10 +15,10 @@ from typing import Annotated
 
 import typer
 
-from moespac_llamacpp import __version__, native
-from moespac_llamacpp._build import installed_version
+from moespac_llamacpp import native
 from moespac_llamacpp.acceptance import Sampling
 from moespac_llamacpp.chat import Chat, ContextFullError
+from moespac_llamacpp.commands.doctor import doctor_command
 from moespac_llamacpp.commands.models import Resolved, models_command, pull_command, resolve
 from moespac_llamacpp.commands.plan import plan_command
 from moespac_llamacpp.commands.shared import fail, find_device, progress
@@ -530,46 +529,10 @@ def simulate(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
-@app.command()
-def doctor(
-    model: Annotated[Path | None, typer.Option("--model", "-m", help="Also look at this GGUF file.")] = None,
-) -> None:
-    """Versions, devices, kernels; with a model, which of its layers run hybrid."""
-    capture_log()
-    typer.echo(f"moespac_llamacpp {__version__}, llama-cpp-python {installed_version() or 'built by hand'} (patched)")
-    typer.echo(f"cold kernels: {native.kernel_isa()} (other weight types through ggml's own)")
-    for device in native.devices():
-        free, total = device.memory
-        locked = "page-locked host memory" if device.host_buffer_type else "no page-locked host memory"
-        typer.echo(
-            f"device {device.name} ({device.kind}): {device.description}, "
-            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free, {locked}"
-        )
-    typer.echo(f"slots go to {native.default_device().name} unless --device says otherwise")
-    if model is None:
-        return
-    try:
-        start = time.perf_counter()
-        with Model(model) as target, Context(target, n_ctx=512) as context:
-            assert context.experts is not None
-            total, pinned = context.experts.host_bytes()
-            typer.echo(
-                f"{model.name}: {target.describe()}, loaded in {time.perf_counter() - start:.1f} s; experts "
-                f"{total / 2**30:.2f} GiB in host memory, {pinned / 2**30:.2f} GiB of it page-locked"
-            )
-            for row in context.experts.rows():
-                how = f"hybrid, kernels {row.kernel}" if row.hybrid else f"llama.cpp's own path: {row.fallback}"
-                typer.echo(
-                    f"  layer {row.il}: {row.n_expert} experts of {row.expert_bytes / 2**20:.2f} MiB, "
-                    f"{row.n_expert_used} used; {how}"
-                )
-    except (LoadError, native.MoeError) as error:
-        raise fail(error) from error
-
-
 app.command("models")(models_command)
 app.command("pull")(pull_command)
 app.command("plan")(plan_command)
+app.command("doctor")(doctor_command)
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import asdict
 from json import dumps
 from pathlib import Path
 from typing import Annotated
@@ -11,10 +13,13 @@ import typer
 from moespac_llamacpp import native
 from moespac_llamacpp.commands.models import resolve
 from moespac_llamacpp.commands.shared import fail, find_device
+from moespac_llamacpp.estimate import estimate
+from moespac_llamacpp.machine import cache_folder
 from moespac_llamacpp.memory import parse_bytes
 from moespac_llamacpp.models import LoadError, capture_log
 from moespac_llamacpp.plan import Wishes
 from moespac_llamacpp.planner import Pair, plan_pair
+from moespac_llamacpp.profile import load
 
 
 def plan_command(
@@ -44,9 +49,17 @@ def plan_command(
         plan = plan_pair(Pair(model, draft_model, draft_gpu_layers, ctx, draft_max), where, wishes)
     except (LoadError, native.MoeError, ValueError) as error:
         raise fail(error) from error
+    profile = load(cache_folder(os.environ), f"{where.name} {where.description}")
+    expected = estimate(plan, profile) if profile else None
     if json:
-        typer.echo(dumps(plan.record(), indent=1))
+        typer.echo(dumps(plan.record() | {"expected": asdict(expected) if expected else None}, indent=1))
         return
     drafted = f" with {draft_model.name}" if draft_model else ""
     typer.echo(f"{model.name}{drafted}, context of {plan.target.n_ctx} tokens")
     typer.echo(plan.describe())
+    told = (
+        f"{expected.describe()}, by this machine's profile"
+        if expected
+        else "run `moespac doctor` once to have it measured"
+    )
+    typer.echo(f"expected: {told}")
