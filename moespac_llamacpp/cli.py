@@ -21,7 +21,7 @@ from moespac_llamacpp.chat import Chat, ContextFullError
 from moespac_llamacpp.commands.doctor import doctor_command
 from moespac_llamacpp.commands.models import Resolved, models_command, pull_command, resolve
 from moespac_llamacpp.commands.plan import plan_command
-from moespac_llamacpp.commands.shared import fail, find_device, progress
+from moespac_llamacpp.commands.shared import fail, find_device, progress, tell_abort
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import Drafter, GgufDraft, NgramDraft, NoDraft
 from moespac_llamacpp.inspection import InspectError, inspect
@@ -57,7 +57,7 @@ BudgetOption = Annotated[
 VramOption = Annotated[
     str | None, typer.Option("--vram", help="VRAM for everything, such as 8G (default: what is free but 1G).")
 ]
-ContextOption = Annotated[int, typer.Option("--ctx", "-c", help="Context length in tokens, 0: as trained.")]
+ContextOption = Annotated[int, typer.Option("--ctx", "-c", min=0, help="Context length in tokens, 0: as trained.")]
 TokensOption = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens to generate at most.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="CPU threads (default: all cores).")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="Name of the device for slots (see doctor).")]
@@ -84,10 +84,12 @@ DraftLayersOption = Annotated[
     int, typer.Option("--gpu-layers-draft", "-ngld", help="Layers of the draft model on the GPU, -1: all.")
 ]
 TempOption = Annotated[float, typer.Option("--temp", min=0, help="Temperature, 0: greedy.")]
-TopKOption = Annotated[int, typer.Option("--top-k", help="Sample from the k likeliest tokens, 0: all.")]
-TopPOption = Annotated[float, typer.Option("--top-p", help="Sample from the likeliest tokens of this mass, 1: all.")]
+TopKOption = Annotated[int, typer.Option("--top-k", min=0, help="Sample from the k likeliest tokens, 0: all.")]
+TopPOption = Annotated[
+    float, typer.Option("--top-p", min=0, max=1, help="Sample from the likeliest tokens of this mass, 1: all.")
+]
 MinPOption = Annotated[
-    float, typer.Option("--min-p", help="Least probability, relative to the likeliest token's, 0: any.")
+    float, typer.Option("--min-p", min=0, max=1, help="Least probability, relative to the likeliest token's, 0: any.")
 ]
 PenaltyOption = Annotated[float, typer.Option("--repeat-penalty", help="Penalty on recent tokens, 1: none.")]
 SeedOption = Annotated[int | None, typer.Option("--seed", "-s", help="Seed of the sampler (default: random).")]
@@ -153,6 +155,8 @@ def session(
 ) -> Iterator[Decoder]:
     """Model, context, slots and policy, as every generating command wants them; all sizes are those of the memory plan."""
     device = find_device(device_name)
+    if policy not in POLICIES:
+        raise fail(f"there is no policy {policy!r}; there are {', '.join(POLICIES)}")
     given = resolve(model)
     model, draft = given.target, settle_draft(draft, given)
     try:
@@ -536,6 +540,7 @@ app.command("doctor")(doctor_command)
 
 
 def main() -> None:
+    native.on_abort(tell_abort)
     app()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from moespac_llamacpp import native
@@ -76,11 +77,13 @@ class Meter:
             assert context.experts is not None
             found, lane = self._footprint(context.n_ctx, lines), context.experts.device_bytes()
             blocks = _blocks(context.experts)
+        return replace(found, lane=lane, graphs=self._graphs(n_ctx, draft_max) if self.on_gpu else 0), blocks
+
+    def _graphs(self, n_ctx: int, draft_max: int) -> int:
+        """Of all widths, of which only the ends are measured: between them the sizes grow evenly."""
         wide = self._width(n_ctx, draft_max + 1)
         narrow = self._width(n_ctx, 1) if draft_max else wide
-        n_widths = min(draft_max + 1, MAX_WIDTHS)
-        graphs = n_widths * (wide + narrow) // 2 if self.on_gpu else 0
-        return Footprint(**(vars(found) | {"lane": lane, "graphs": graphs})), blocks
+        return min(draft_max + 1, MAX_WIDTHS) * (wide + narrow) // 2
 
     def _width(self, n_ctx: int, n_tokens: int) -> int:
         """Compute buffer on the device of a graph for n_tokens."""

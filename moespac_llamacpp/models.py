@@ -273,7 +273,8 @@ class Context:
                 self.experts = native.Experts(self.pointer, device, perf=perf)
             except native.MoeError as error:
                 self.close()
-                raise LoadError(f"{model.path}: {error}") from error
+                dense = "a dense model: it has no experts to place; as a draft give it with -md"
+                raise LoadError(f"{model.path}: {dense if error.status == 'NO_MOE_LAYERS' else error}") from error
 
     def close(self) -> None:
         if self.pointer:

@@ -173,6 +173,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_tensor_alloc": (ctypes.c_int, [_void_p, _void_p, _void_p]),
     "ggml_backend_tensor_set": (None, [_void_p, _void_p, _size_t, _size_t]),
     "ggml_backend_tensor_copy": (None, [_void_p, _void_p]),
+    "ggml_set_abort_callback": (_void_p, [_void_p]),
     "ggml_init": (_void_p, [_InitParams]),
     "ggml_free": (None, [_void_p]),
     "ggml_new_tensor_1d": (_void_p, [_void_p, ctypes.c_int, _int64]),
@@ -261,6 +262,16 @@ def default_device() -> Device:
 
 def cpu_device() -> Device:
     return next(d for d in devices() if d.kind == "cpu")
+
+
+_ABORT_CALLBACK = ctypes.CFUNCTYPE(None, _char_p)
+_on_abort: list[Any] = []  # ggml holds it until the end
+
+
+def on_abort(tell: Callable[[str], None]) -> None:
+    """Calls `tell` with ggml's reason (place in its source: message) before it aborts, as it does when a device fails."""
+    _on_abort.append(_ABORT_CALLBACK(lambda message: tell(message.decode("utf-8", "replace"))))
+    _f["ggml_set_abort_callback"](ctypes.cast(_on_abort[-1], _void_p))
 
 
 _TYPE_I8 = 24  # enum ggml_type

@@ -240,13 +240,14 @@ def _usable(place: Place, wishes: Wishes) -> int:
 
 def _check_host(place: Place, target: Footprint, draft: Footprint | None) -> None:
     needed = target.host + (draft.host if draft else 0)
+    parts = f"experts {size(target.expert_bytes)}"
     if not place.pinned:  # weights are mapped from the file: the kernel can drop and read them again, slowly
         needed -= target.expert_bytes + target.host_weights + (draft.host_weights if draft else 0)
+        parts = f"KV of {target.n_ctx} tokens {size(target.host_kv)}, buffers {size(target.host_compute)}"
     if place.host_total and needed > place.host_free:
         raise PlanError(
-            f"{size(needed)} of host memory are needed, {size(target.expert_bytes)} of it for experts, but "
-            f"{size(place.host_free)} of {size(place.host_total)} are available: close other programs, take a smaller "
-            "quantisation, or shorten the context (-c)"
+            f"{size(needed)} of host memory are needed ({parts}), but {size(place.host_free)} of {size(place.host_total)} are "
+            "available: close other programs, take a smaller quantisation, or shorten the context (-c)"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,18 @@ from moespac_llamacpp import native
 def fail(message: object) -> typer.Exit:
     typer.echo(f"moespac: {message}", err=True)
     return typer.Exit(1)
+
+
+def tell_abort(reason: str) -> None:
+    """The last words of a process that ggml aborts. Written at once: nothing is flushed afterwards."""
+    place, _, message = reason.partition(": ")
+    name = os.path.basename(place) or "ggml"
+    text = (
+        f"\nmoespac: a device failed, and llama.cpp ends the process ({name}: {' '.join(message.split())}): the text above is "
+        "complete up to here; run it again, with less --vram if the device was full; `moespac doctor` shows whether it is "
+        "still there\n"
+    )
+    os.write(2, text.encode())
 
 
 @contextmanager
