@@ -21,10 +21,10 @@ from moespac_llamacpp.chat import Chat, ContextFullError
 from moespac_llamacpp.commands.doctor import doctor_command
 from moespac_llamacpp.commands.models import Resolved, models_command, pull_command, resolve
 from moespac_llamacpp.commands.plan import plan_command
+from moespac_llamacpp.commands.plot import inspect_command, plot_command
 from moespac_llamacpp.commands.shared import fail, find_device, progress, tell_abort
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import Drafter, GgufDraft, NgramDraft, NoDraft
-from moespac_llamacpp.inspection import InspectError, inspect
 from moespac_llamacpp.memory import parse_bytes
 from moespac_llamacpp.models import Context, LoadError, Model, capture_log
 from moespac_llamacpp.plan import Plan, Wishes
@@ -477,19 +477,6 @@ def chat_command(
         raise typer.Exit(1)
 
 
-@app.command("inspect")
-def inspect_command(
-    model: Annotated[Path, typer.Option("--model", "-m", help="GGUF file to look at.")] = TINY_MODEL,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """What a GGUF file holds: experts, bytes, weight types. Loads no weights."""
-    try:
-        contents = inspect(model)
-    except InspectError as error:
-        raise fail(error) from error
-    typer.echo(dumps(contents.record(), indent=1) if json else contents.describe())
-
-
 @app.command()
 def trace(
     out: Annotated[Path, typer.Argument(help="The .npz file to write.")],
@@ -537,6 +524,8 @@ app.command("models")(models_command)
 app.command("pull")(pull_command)
 app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
+app.command("inspect")(inspect_command)
+app.command("plot")(plot_command)
 
 
 def main() -> None:
