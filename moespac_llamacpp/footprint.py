@@ -26,8 +26,8 @@ _INPUT = re.compile(r"(token_embd|position_embd|token_types|per_layer_token_embd
 _CACHE = re.compile(r"[:,] size =\s*([\d.]+) MiB\b")  # not the "KV buffer size", which is 0 in a dry run
 _CACHE_LAYER = re.compile(r"layer\s+\d+: dev = (\S+)")
 _COMPUTE = re.compile(r"sched_reserve:\s+(\S+) compute buffer size =\s*([\d.]+) MiB")
-#: Widths that the native layer keeps a graph for (MAX_WIDTHS in moe-graphs.h)
-MAX_WIDTHS = 16
+#: Batches of up to so many tokens have a graph of their width, and so many graphs are kept (moe-graphs.h, native.Experts)
+MAX_BATCH, MAX_WIDTHS = 32, 16
 
 
 def weights(parts: Sequence[Header], n_gpu_layers: int, on_gpu: bool) -> tuple[int, int, int]:
@@ -80,10 +80,11 @@ class Meter:
         return replace(found, lane=lane, graphs=self._graphs(n_ctx, draft_max) if self.on_gpu else 0), blocks
 
     def _graphs(self, n_ctx: int, draft_max: int) -> int:
-        """Of all widths, of which only the ends are measured: between them the sizes grow evenly."""
-        wide = self._width(n_ctx, draft_max + 1)
-        narrow = self._width(n_ctx, 1) if draft_max else wide
-        return min(draft_max + 1, MAX_WIDTHS) * (wide + narrow) // 2
+        """The most that graphs take: one for each width of a verify batch, between whose ends sizes grow evenly, and all others
+        that are kept as for the widest short prompt."""
+        n_verify = min(draft_max + 1, MAX_WIDTHS)
+        narrow, wide, widest = (self._width(n_ctx, n) for n in (1, draft_max + 1, MAX_BATCH))
+        return n_verify * (narrow + wide) // 2 + (MAX_WIDTHS - n_verify) * widest
 
     def _width(self, n_ctx: int, n_tokens: int) -> int:
         """Compute buffer on the device of a graph for n_tokens."""

@@ -158,10 +158,11 @@ def test_a_device_with_memory_of_its_own_gets_what_the_plan_says(n_gpu_layers: i
             assert abs(taken - target.weights - target.kv - target.compute) < 3 * TOLERANCE
             assert context.experts is not None
             assert context.experts.device_bytes() == target.lane
-            for width in range(1, 6):
+            for width in [*range(1, 6), *range(22, 33)]:  # verify batches of a draft of 4, and the widest short prompts
+                context.clear()
                 context.decode([5] * width)
             graphs = context.experts.device_bytes() - target.lane
-            assert 0.8 * graphs < target.graphs < 1.2 * graphs + TOLERANCE
+            assert 0.8 * target.graphs < graphs <= target.graphs + 16 * TOLERANCE
             context.experts.set_slots(plan.slots)
             assert abs(context.experts.device_bytes() - target.lane - graphs - plan.slot_bytes) < TOLERANCE
         with (
