@@ -214,7 +214,7 @@ def warn_about(experts: native.Experts, device: native.Device) -> None:
     if device.host_buffer_type and pinned < total:
         typer.echo(
             f"moespac: {(total - pinned) / 2**30:.1f} of {total / 2**30:.1f} GiB of experts are not page-locked: uploads run "
-            "at a fraction of the link's speed (see `ulimit -l` and the memory that is free)",
+            "at a fraction of the link's speed (`moespac doctor` says why)",
             err=True,
         )
     for row in experts.rows():

@@ -12,8 +12,8 @@ from moespac_llamacpp.footprint import Meter
 from moespac_llamacpp.machine import host_memory
 from moespac_llamacpp.plan import RESERVE, Footprint, Place, Plan, Wishes, make
 
-#: A context that nobody asked for is halved down to this, until it and all else but slots take half of the device.
-LEAST_CONTEXT = 4096
+#: A context that nobody asked for is halved, down to this, until it and all else but slots take no more than this of the device.
+LEAST_CONTEXT, MOST_WITHOUT_EXPERTS = 4096, 1 / 3
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ def _plan(pair: Pair, target: Meter, draft: Meter | None, place: Place, wishes: 
     while True:
         found, blocks = target.target(n_ctx, pair.draft_max if draft else 0)
         other = draft.context(min(n_ctx, draft.model.n_ctx_train or n_ctx)) if draft else None
-        if pair.n_ctx or n_ctx // 2 < LEAST_CONTEXT or 2 * _without_experts(place, found, other) <= room:
+        fits = _without_experts(place, found, other) <= MOST_WITHOUT_EXPERTS * room
+        if pair.n_ctx or n_ctx // 2 < LEAST_CONTEXT or fits:
             break
         n_ctx //= 2
     plan = make(place, found, blocks, other, wishes)

@@ -293,5 +293,5 @@ def test_a_device_lost_in_the_middle_leaves_the_text_and_a_sentence() -> None:
     said = done.stderr.decode()
     assert done.returncode == -signal.SIGABRT, said
     assert len(done.stdout) > 10 and whole.stdout_bytes.startswith(done.stdout), (done.stdout, whole.stdout)
-    assert "moespac: a device failed, and llama.cpp ends the process (ggml-rpc.cpp:" in said
-    assert "the text above is complete up to here; run it again" in said and "Traceback" not in said
+    assert "moespac: llama.cpp gave up and ends the process (ggml-rpc.cpp:" in said
+    assert "the text above is complete up to here; if a GPU was full" in said and "Traceback" not in said

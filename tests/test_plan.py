@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
+import parity
 from moespac_llamacpp import native
 from moespac_llamacpp.cli import DraftKind, DraftOptions, session
 from moespac_llamacpp.draft import DraftError
 from moespac_llamacpp.machine import host_memory
 from moespac_llamacpp.models import Context, LoadError, Model, recorded_log
-from moespac_llamacpp.plan import RESERVE, Block, Footprint, Place, Plan, PlanError, Wishes, make
+from moespac_llamacpp.plan import RESERVE, Block, Footprint, Place, PlanError, Wishes, make
 from moespac_llamacpp.planner import Pair, place_of, plan_pair
 from native_build import build_rpc, find_source, or_skip
 from pair import DRAFT, TARGET
@@ -210,15 +214,72 @@ def test_too_much_fails_before_anything_is_loaded(arguments: list[str], sentence
     assert done.stderr.startswith("moespac: ") and sentence in done.stderr and done.stderr.count("\n") == 1
 
 
-def bytes_read() -> int:
-    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+def hollow(path: Path, n_expert: int = 128, n_ff: int = 768) -> Path:
+    """A model of Qwen3-30B-A3B's shape, 17 GB, but with the bundled vocabulary, and with a hole in the file for the weights."""
+    n_embd, source = 2048, gguf.GGUFReader(TARGET)
+    own = {"block_count": 48, "embedding_length": n_embd, "context_length": 40960, "rope.dimension_count": 128,
+           "attention.head_count": 32, "attention.head_count_kv": 4, "attention.key_length": 128,
+           "attention.value_length": 128, "expert_count": n_expert, "expert_used_count": 8,
+           "expert_feed_forward_length": n_ff}  # fmt: skip
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    for field in source.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            value = own.get(field.name.removeprefix("qwen3moe."), field.contents())
+            writer.add_key_value(field.name, value, field.types[0], field.types[-1])
+    per_layer = {"attn_norm": (n_embd,), "ffn_norm": (n_embd,), "attn_q_norm": (128,), "attn_k_norm": (128,),
+                 "attn_q": (4096, n_embd), "attn_k": (512, n_embd), "attn_v": (512, n_embd), "attn_output": (n_embd, 4096),
+                 "ffn_gate_inp": (n_expert, n_embd), "ffn_gate_exps": (n_expert, n_ff, n_embd),
+                 "ffn_up_exps": (n_expert, n_ff, n_embd), "ffn_down_exps": (n_expert, n_embd, n_ff)}  # fmt: skip
+    n_vocab = len(source.fields["tokenizer.ggml.tokens"].data)
+    shapes = {"token_embd": (n_vocab, n_embd), "output": (n_vocab, n_embd), "output_norm": (n_embd,)}
+    shapes |= {f"blk.{il}.{name}": shape for il in range(48) for name, shape in per_layer.items()}
+    total = 0
+    for name, shape in shapes.items():
+        exact = len(shape) == 1 or "gate_inp" in name
+        kind = gguf.GGMLQuantizationType.F32 if exact else gguf.GGMLQuantizationType.Q4_K
+        stored = gguf.quant_shape_to_byte_shape(shape, kind)
+        dtype, n_bytes = np.dtype(np.float32 if exact else np.uint8), int(np.prod(stored))
+        writer.add_tensor_info(f"{name}.weight", shape if exact else stored, dtype, n_bytes, raw_dtype=kind)
+        total += -(-n_bytes // 32) * 32
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(path, -(-path.stat().st_size // 32) * 32 + total)
+    return path
 
 
-def test_planning_reads_no_weights() -> None:
-    """Which is why it is quick, however large the model is."""
-    before = bytes_read()
-    plan: Plan = plan_pair(Pair(TARGET), native.cpu_device())
-    assert bytes_read() - before < plan.target.expert_bytes // 4
+def test_a_model_of_true_size_is_planned_without_reading_it(tmp_path: Path) -> None:
+    """Which is why too much fails at once: its weights are a hole in the file, and nobody notices."""
+    path = hollow(tmp_path / "large.gguf")
+    assert path.stat().st_size > 15e9 and path.stat().st_blocks * 512 < 5e6
+    plan = plan_pair(Pair(path, n_ctx=8192), native.cpu_device(), Wishes(share=0.25))
+    assert plan.target.expert_bytes == 48 * 128 * 3 * 768 * 2048 // 256 * 144
+    assert plan.slots == [32] * 48 and plan.target.host_kv == 8192 * 48 * 2 * 4 * 128 * 2
+    with start_server(or_skip(build_rpc, or_skip(find_source))) as pointer:
+        device = native.device_at(pointer)
+        place = replace(place_of(device), free=8 * GIB, total=8 * GIB)
+        small = plan_pair(Pair(path), device, None, place)
+        assert small.target.n_ctx == 10240 and 0.3 < small.share < 0.4 and small.device_bytes <= 7 * GIB
+        with pytest.raises(PlanError, match=r"needs 4\.4\d GiB on the device without .*KV of 40960 tokens 3\.75 GiB"):
+            plan_pair(Pair(path, n_ctx=40960), device, Wishes(vram=4 * GIB), place)
+
+
+def test_a_gpu_gets_what_the_plan_says() -> None:
+    """On the GPU that MOESPAC_TEST_DEVICE names: the device's own reading, whose allocator rounds up and adds pools."""
+    device = parity.test_device()
+    if device.kind not in ("gpu", "igpu"):
+        pytest.skip("MOESPAC_TEST_DEVICE names no GPU")
+    with session(TARGET, device.name, 0, 1, None, None, "moe-spac", drafting(), vram="40M") as warm:
+        list(warm.generate(warm.context.model.tokenize("The heron"), 20))  # what CUDA takes once
+    before, _ = device.memory
+    with session(TARGET, device.name, 0, 1, None, None, "moe-spac", drafting(), vram="40M") as decoder:
+        plan = plan_pair(Pair(TARGET, DRAFT, draft_max=4), device, Wishes(vram=40 * MIB))
+        list(decoder.generate(decoder.context.model.tokenize("The heron"), 20))
+        taken = before - device.memory[0]
+    print(f"planned {plan.device_bytes / MIB:.1f} MiB, taken {taken / MIB:.1f} MiB")
+    assert taken < plan.device_bytes + RESERVE
+    assert taken > plan.device_bytes - plan.target.graphs - 16 * MIB
 
 
 def test_files_that_cannot_be_a_pair_are_told_before_loading(tmp_path: Path) -> None:
