@@ -191,7 +191,7 @@ def size_of(text: str | None) -> int | None:
 
 
 def make_plan(model: Path, draft: DraftOptions, device: native.Device, n_ctx: int, wishes: Wishes) -> Plan:
-    """Says on stderr what the user should know of it."""
+    """The memory plan; what its user should know is said on stderr."""
     plan = plan_pair(Pair(model, draft.model, draft.n_gpu_layers, n_ctx, draft.max), device, wishes)
     for note in plan.notes:
         typer.echo(f"moespac: {note}", err=True)

@@ -59,21 +59,31 @@ def plan_pair(pair: Pair, device: native.Device, wishes: Wishes | None = None, p
 
 
 def _plan(pair: Pair, target: Meter, draft: Meter | None, place: Place, wishes: Wishes) -> Plan:
-    n_ctx = pair.n_ctx or target.model.n_ctx_train
-    room = wishes.vram or max(0, place.free - RESERVE)
-    while True:
-        found, blocks = target.target(n_ctx, pair.draft_max if draft else 0)
-        other = draft.context(min(n_ctx, draft.model.n_ctx_train or n_ctx)) if draft else None
-        fits = _without_experts(place, found, other) <= MOST_WITHOUT_EXPERTS * room
-        if pair.n_ctx or n_ctx // 2 < LEAST_CONTEXT or fits:
-            break
-        n_ctx //= 2
-    plan = make(place, found, blocks, other, wishes)
-    if n_ctx < (pair.n_ctx or target.model.n_ctx_train):
-        trained = target.model.n_ctx_train
+    trained = target.model.n_ctx_train
+    n_ctx = pair.n_ctx or _context(target, draft, place, wishes)
+    found, blocks = target.target(n_ctx, pair.draft_max if draft else 0)
+    plan = make(place, found, blocks, _draft_context(draft, n_ctx), wishes)
+    if not pair.n_ctx and n_ctx < trained:
         note = f"the context is {n_ctx} of the {trained} tokens that it was trained for, to leave room for experts (-c chooses)"
         plan = replace(plan, notes=[*plan.notes, note])
     return plan
+
+
+def _context(target: Meter, draft: Meter | None, place: Place, wishes: Wishes) -> int:
+    """How long a context is that nobody asked for."""
+    n_ctx = target.model.n_ctx_train
+    room = max(0, place.free - RESERVE) if wishes.vram is None else wishes.vram
+    while n_ctx // 2 >= LEAST_CONTEXT:
+        taken = _without_experts(place, target.context(n_ctx), _draft_context(draft, n_ctx))
+        if taken <= MOST_WITHOUT_EXPERTS * room:
+            break
+        n_ctx //= 2
+    return n_ctx
+
+
+def _draft_context(draft: Meter | None, n_ctx: int) -> Footprint | None:
+    """The draft with the target's context, or as long as it was trained for."""
+    return draft.context(min(n_ctx, draft.model.n_ctx_train or n_ctx)) if draft else None
 
 
 def _without_experts(place: Place, target: Footprint, draft: Footprint | None) -> int:
