@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import typer.main
-from typer.testing import CliRunner
 
+from commands import invoke
 from moespac_llamacpp.cli import app
 from pair import DRAFT, TARGET
 
@@ -27,7 +27,7 @@ def example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_policy_of_ones_own_replays_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "trace.npz"
-    assert CliRunner().invoke(app, ["trace", str(trace), "The heron", "-n", "60", "-t", "1"]).exit_code == 0
+    assert invoke("trace", str(trace), "The heron", "-n", "60", "-t", "1").exit_code == 0
     done = example("own_policy.py", str(trace))
     found = dict(re.findall(r"(\w+): ([\d.]+) % of pairs hit", done.stdout))
     assert set(found) == {"recent", "lru"} and 25 < float(found["recent"]) < 100, done.stderr

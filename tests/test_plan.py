@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
+import lowlevel
 import parity
 from moespac_llamacpp import native
 from moespac_llamacpp.cli import DraftKind, DraftOptions, session
@@ -21,7 +22,8 @@ from moespac_llamacpp.models import Context, LoadError, Model, recorded_log
 from moespac_llamacpp.plan import RESERVE, Block, Footprint, Place, PlanError, Wishes, make
 from moespac_llamacpp.planner import Pair, place_of, plan_pair
 from native_build import build_rpc, find_source, or_skip
-from pair import DRAFT, TARGET
+from pair import DRAFT, TARGET, target_context
+from pair import Pair as LoadedPair
 from rpc_device import start_server
 from test_chat import moespac
 
@@ -290,3 +292,16 @@ def test_files_that_cannot_be_a_pair_are_told_before_loading(tmp_path: Path) -> 
         plan_pair(Pair(TARGET, other), native.cpu_device())
     with pytest.raises(LoadError, match="a dense model: it has no experts to place"):
         plan_pair(Pair(DRAFT), native.cpu_device())
+
+
+def test_recorded_logs_nest_and_leave_the_log_as_it_was(pair: LoadedPair) -> None:
+    lowlevel.log_lines.clear()
+    with recorded_log() as outer:
+        with recorded_log() as inner, target_context(pair):
+            pass
+        with recorded_log() as empty:
+            pass
+    assert inner and outer == inner and empty == [] and not lowlevel.log_lines
+    with target_context(pair):
+        pass
+    assert lowlevel.log_lines and outer == inner
