@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import gguf
+from moespac_llamacpp.header import read_parts
 
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(up|down|gate|gate_up)_(ch|)exps\.")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of a file. dense: what goes to the device besides experts (token embeddings stay in host memory).
-    layers: of the experts of each layer, 0 where it has none."""
+    """Bytes of a file. dense: what goes to the device besides experts (token embeddings stay in host memory, unless they are the
+    output as well: then the device has a copy). layers: of the experts of each layer, 0 where it has none."""
 
     dense: int
     layers: tuple[int, ...]
@@ -28,14 +28,17 @@ class Weights:
 
     @staticmethod
     def of(path: Path) -> Weights:
+        """InspectError (a ValueError): not a model."""
         dense = 0
         layers: dict[int, int] = {}
-        for tensor in gguf.GGUFReader(path).tensors:
+        tensors = [tensor for part in read_parts(path) for tensor in part.tensors]
+        tied = all(tensor.name != "output.weight" for tensor in tensors)
+        for tensor in tensors:
             if match := _EXPERTS.match(tensor.name):
                 il = int(match[1])
-                layers[il] = layers.get(il, 0) + int(tensor.n_bytes)
-            elif tensor.name != "token_embd.weight":
-                dense += int(tensor.n_bytes)
+                layers[il] = layers.get(il, 0) + tensor.n_bytes
+            elif tied or tensor.name != "token_embd.weight":
+                dense += tensor.n_bytes
         return Weights(dense, tuple(layers.get(il, 0) for il in range(max(layers, default=-1) + 1)))
 
     def last_layers(self, n_bytes: int) -> list[int]:

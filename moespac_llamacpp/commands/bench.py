@@ -16,6 +16,7 @@ from moespac_llamacpp.bench.settings import MEMORIES, Choices
 from moespac_llamacpp.bench.suites import SUITES, SuiteError, messages
 from moespac_llamacpp.bench.targets import QUICK, Row, choose
 from moespac_llamacpp.bench.texts import PlantedTexts
+from moespac_llamacpp.commands.shared import fail
 from moespac_llamacpp.synth.pair import Pair
 
 bench = typer.Typer(no_args_is_help=True, help="Measure this project against llama.cpp.")
@@ -116,8 +117,7 @@ def compare(
                 report.save(out, comparison, about, where)
             _measure(comparison, chosen, lambda: report.save(out, comparison, about, where))
     except (ValueError, OSError, WorkerError, OutOfTimeError) as error:
-        typer.echo(f"moespac: {error}", err=True)
-        raise typer.Exit(1) from error
+        raise fail(error) from error
     typer.echo((out / "comparison.md").read_text())
 
 
@@ -189,6 +189,5 @@ def suites(
                 (out / "suites.json").write_text(json.dumps(suite_runs.record(runs, where), indent=1) + "\n")
                 (out / "suites.md").write_text(suite_runs.table(runs, wanted))
     except (ValueError, OSError, WorkerError, SuiteError) as error:
-        typer.echo(f"moespac: {error}", err=True)
-        raise typer.Exit(1) from error
+        raise fail(error) from error
     typer.echo((out / "suites.md").read_text())

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from moespac_llamacpp.commands.shared import fail
 from moespac_llamacpp.models import LoadError, capture_log
 from moespac_llamacpp.synth import Order, Pair, RoomError, write_pair
 from moespac_llamacpp.synth.check import verify
@@ -18,7 +19,7 @@ from moespac_llamacpp.synth.writer import Progress
 NAMES = ", ".join(TINY)
 
 
-def synth(
+def synth_command(
     name: Annotated[str, typer.Argument(help=f"The target to imitate: {NAMES}.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for target.gguf, the drafts and plan.npz.")],
     quant: Annotated[str, typer.Option("--quant", help=f"Weight types of the target: {', '.join(QUANTS)}.")] = "Q4_K_M",
@@ -43,7 +44,7 @@ def synth(
     start = time.perf_counter()
     for kind in (quant, draft_quant):
         if kind not in QUANTS:
-            raise _fail(f"there are no weight types {kind!r} here; there are {', '.join(QUANTS)}")
+            raise fail(f"there are no weight types {kind!r} here; there are {', '.join(QUANTS)}")
     try:
         order = Order(
             target=name,
@@ -59,7 +60,7 @@ def synth(
         )
         pair = write_pair(order, out, _progress)
     except (ValueError, OSError, RoomError) as error:
-        raise _fail(error) from error
+        raise fail(error) from error
     n_bytes = sum(path.stat().st_size for path in (pair.target, *pair.drafts))
     typer.echo(
         f"{out}: {n_bytes / 1e9:.2f} GB in {time.perf_counter() - start:.1f} s; routing: {pair.about['routing']}"
@@ -73,10 +74,10 @@ def _verify(pair: Pair) -> None:
     try:
         findings = verify(pair, n_threads())
     except LoadError as error:
-        raise _fail(error) from error
+        raise fail(error) from error
     typer.echo(findings.describe())
     if findings.failures:
-        raise _fail(f"{pair.folder}: not as planted: {'; '.join(findings.failures)}")
+        raise fail(f"{pair.folder}: not as planted: {'; '.join(findings.failures)}")
 
 
 def _progress(label: str) -> Progress:
@@ -91,8 +92,3 @@ def _progress(label: str) -> Progress:
             typer.echo(f"\rwriting {label} {'#' * (percent // 5):<20} {percent:3d} %{end}", err=True, nl=False)
 
     return report
-
-
-def _fail(message: object) -> typer.Exit:
-    typer.echo(f"moespac: {message}", err=True)
-    return typer.Exit(1)

@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from moespac_llamacpp.machine import host_memory
 from moespac_llamacpp.synth.shapes import Shape, Tensor, add_metadata
 from moespac_llamacpp.synth.vocabulary import Vocabulary
 from moespac_llamacpp.synth.weights import n_threads
@@ -32,21 +33,14 @@ def check_room(folder: Path, n_bytes: int, memory: int) -> None:
         raise RoomError(
             f"{folder}: the files need {n_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there: give another -o"
         )
-    available = available_memory()
+    available, total = host_memory()
     if _in_memory(folder):
         memory += n_bytes
-    if available is not None and available < memory:
+    if total and available < memory:
         raise RoomError(
             f"writing needs {memory / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are available: "
             f"write fewer --layers{', or not into a memory file system' if _in_memory(folder) else ''}"
         )
-
-
-def available_memory() -> int | None:
-    """Bytes that the system can still give; None where it does not say."""
-    path = Path("/proc/meminfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _in_memory(folder: Path) -> bool:
