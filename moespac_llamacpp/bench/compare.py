@@ -81,7 +81,7 @@ class Comparison:
 
     def _threads(self, wanted: int) -> int:
         if wanted > self.effort.max_threads:
-            self.note(f"{self.effort.max_threads} threads instead of {wanted}, on both sides")
+            self.note(f"-t {self.effort.max_threads} instead of {wanted}, on both sides")
         return min(wanted, self.effort.max_threads)
 
     def _prompt(self, row: Row) -> int:

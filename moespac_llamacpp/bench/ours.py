@@ -51,19 +51,23 @@ class Worker:
         start = time.perf_counter()
         model = Model(path, experts_device=self.device)
         self.target = Context(model, n_ctx=n_ctx, n_batch=n_batch, device=self.device)
-        return {
+        answer = {
             "seconds": time.perf_counter() - start,
             "buffers": stock.buffers(),
             "device_bytes": free - self.device.memory[0],
             "rows": [[r.il, r.n_expert, r.expert_bytes, r.hybrid, r.fallback] for r in self.experts.rows()],
         }
+        stock.warm_up(self.target.decode, n_ctx)
+        return answer
 
     def load_draft(self, name: str, path: str, n_ctx: int, n_batch: int) -> dict[str, Any]:
         del stock._log[:]
         free = self.device.memory[0]
         model = Model(path)
         self.drafts[name] = Context(model, n_ctx=n_ctx, n_batch=n_batch, attach=False)
-        return {"buffers": stock.buffers(), "device_bytes": free - self.device.memory[0]}
+        answer = {"buffers": stock.buffers(), "device_bytes": free - self.device.memory[0]}
+        stock.warm_up(self.drafts[name].decode, n_ctx)
+        return answer
 
     def unload_draft(self, name: str) -> dict[str, Any]:
         context = self.drafts.pop(name)
@@ -106,6 +110,11 @@ class Worker:
         experts.publish()
         limits = {} if max_moves is None else {"max_moves": max_moves}
         return Residency(experts, make_policy(policy, experts.n_rows, experts.n_expert), **limits)
+
+    def _settle(self, residency: Residency) -> None:
+        """Lets uploads land, so that they do not disturb whoever runs next, and ends the policy's thread if it has one."""
+        getattr(residency, "close", lambda: None)()
+        self.experts.sync()
 
     def _threads(self, n: int) -> None:
         for context in (self.target, *self.drafts.values()):
@@ -154,6 +163,7 @@ class Worker:
         finally:
             gc.enable()
             decoder.close()
+            self._settle(residency)
         report, perf = decoder.report, self.experts.perf_total()
         used = free - self.device.memory[0]
         return {
@@ -216,6 +226,7 @@ class Worker:
             context.decode(part, all_logits=True)
             residency.observe(part)
             seconds.append(time.perf_counter() - start)
+        self._settle(residency)
         return {"seconds": seconds, "hit_rate": self.experts.perf_total().hit_rate} | self._expert_bytes()
 
     def close(self) -> None:

@@ -230,6 +230,13 @@ def generate(target: Loaded, draft: Loaded | None, prompt: list[int], n_generate
     }
 
 
+def warm_up(decode: Callable[[list[int]], Any], n_ctx: int) -> None:
+    """A prompt and batches of common widths into an empty context: pages, kernels and graphs that a first run would wait for."""
+    widths = (512, 1, 1, 2, 3, 4, 5, 7, 9)
+    for i, n in enumerate(w for w in widths if w < n_ctx // 2):
+        decode([100 + (17 * i + j) % 900 for j in range(n)])
+
+
 class Worker:
     """The operations; state between them: the device, models by name."""
 
@@ -255,7 +262,9 @@ class Worker:
         start = time.perf_counter()
         self.models[name] = Loaded(path, self.device, memory, device_layers, n_ctx, n_batch)
         seconds = time.perf_counter() - start
-        return {"seconds": seconds, "buffers": buffers(), "device_bytes": free - free_memory(self.device)}
+        answer = {"seconds": seconds, "buffers": buffers(), "device_bytes": free - free_memory(self.device)}
+        warm_up(self.models[name].decode, n_ctx)
+        return answer
 
     def unload(self, name: str) -> dict[str, Any]:
         self.models.pop(name).close()
