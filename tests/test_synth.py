@@ -13,7 +13,6 @@ import pytest
 from moespac_llamacpp.models import Model, capture_log
 from moespac_llamacpp.synth import Order, Pair, RoomError, write_pair
 from moespac_llamacpp.synth.check import check_pair
-from moespac_llamacpp.synth.pair import text_of
 from moespac_llamacpp.synth.plan import BLOCK, Plan, fill_up, fit_trace, make_plan
 from moespac_llamacpp.synth.shapes import SHAPES, tensors
 from moespac_llamacpp.synth.vocabulary import byte_symbols, make_vocabulary
@@ -71,6 +70,14 @@ def test_deepseek_pairs_behave_too_without_a_trace(tmp_path: Path) -> None:
     assert not findings.failures
 
 
+@pytest.mark.full
+def test_true_widths_and_vocabulary_behave_as_planned(tmp_path: Path) -> None:
+    """Two layers of the real shape: 128 experts, 8 a token, 151,936 words; 2 GB."""
+    order = Order("qwen3-30b-a3b", draft="qwen3-0.6b", layers=2)
+    findings = check_pair(write_pair(order, tmp_path, quiet), 2, n_tokens=160)
+    assert not findings.failures and findings.chain == 1.0
+
+
 def test_another_draft_joins_a_pair_of_the_same_plan_only(pair: Pair, trace: Path) -> None:
     order = Order("qwen3-30b-a3b", draft="qwen3-0.6b", acceptances=(0.5,), trace=trace, tiny=True, drafts_only=True)
     write_pair(order, pair.folder, quiet).draft(0.5, "tiny-qwen3").unlink()
@@ -82,7 +89,8 @@ def test_text_of_words_has_a_token_for_each_word(pair: Pair) -> None:
     plan = pair.plan()
     words = [*plan.chain[-40:].tolist(), *plan.decoys[:40].tolist()]
     with Model(pair.target) as model:
-        assert model.tokenize(text_of(model.n_vocab, words)) == words
+        assert model.tokenize(make_vocabulary(model.n_vocab).text(words)) == words
+        assert model.tokenize(pair.prompt_file.read_text()) == plan.chain[:512].tolist()
         other = "Any text, even ünï çode\n"
         assert b"".join(map(model.piece, model.tokenize(other))) == other.encode()
 

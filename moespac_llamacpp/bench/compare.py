@@ -204,6 +204,7 @@ class Comparison:
 
     def _record(self, row: Row, measured: float, ours: Ranked, rivals: Sequence[Ranked]) -> dict[str, Any]:
         outputs = [r.as_planted for c in (ours, *rivals) for r in c.results]
+        self._compare_vram(row, ours, rivals)
         record = {
             **{"id": row.id, "what": row.what, "at_least": row.at_least, "aim": row.aim},
             "measured": round(measured, 3),
@@ -217,6 +218,14 @@ class Comparison:
         contenders = "; ".join(f"{c.setting.label()} {c.rate:.2f}" for c in (ours, *rivals))
         self.say(f"{row.id}: {measured:.2f} (at least {row.at_least:g}, aim {row.aim:g})  {contenders}")
         return record
+
+    def _compare_vram(self, row: Row, ours: Ranked, rivals: Sequence[Ranked]) -> None:
+        """A note where ours had more of it than the best rival."""
+        best = max(rivals, key=lambda r: r.rate, default=None)
+        if best and best.results and ours.results:
+            more = ours.results[-1].detail["vram"]["total"] - best.results[-1].detail["vram"]["total"]
+            if more > 0:
+                self.note(f"{row.id}: ours had {more / 1e9:.3f} GB more VRAM than the rival")
 
     def _measure_floor(self, row: Row) -> dict[str, Any]:
         source = next((r for r in ("sd-25-t16", "best-25-t16") if r in self._best), None)

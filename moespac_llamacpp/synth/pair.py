@@ -17,6 +17,8 @@ from moespac_llamacpp.synth.vocabulary import Vocabulary, make_vocabulary
 from moespac_llamacpp.synth.weights import DraftWeights, Floats, Random, TargetWeights, code_width, quantize_rows
 from moespac_llamacpp.synth.writer import Progress, check_room, write_gguf
 
+PROMPT_WORDS = 512
+
 
 @dataclass(frozen=True)
 class Order:
@@ -75,6 +77,11 @@ class Pair:
     @property
     def drafts(self) -> list[Path]:
         return sorted(self.folder.glob("draft-*.gguf"))
+
+    @property
+    def prompt_file(self) -> Path:
+        """The first words of the chain, as a prompt for other programs."""
+        return self.folder / "prompt.txt"
 
     @property
     def plan_file(self) -> Path:
@@ -140,6 +147,7 @@ def write_pair(order: Order, folder: Path, label: Callable[[str], Progress]) -> 
     if order.drafts_only:
         return pair
     plan.save(pair.plan_file)
+    pair.prompt_file.write_text(vocabulary.text(plan.chain[:PROMPT_WORDS].tolist()))
     about = {
         "target": target.name,
         "quant": order.quant,
@@ -178,8 +186,3 @@ def _write(
         return random(tensor)
 
     write_gguf(path, shape, quant, vocabulary, parts, data, progress)
-
-
-def text_of(vocabulary_size: int, tokens: Sequence[int]) -> str:
-    """The text of planted words, for binaries that take a prompt."""
-    return make_vocabulary(vocabulary_size).text(list(tokens))
