@@ -212,6 +212,10 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     parts = report.step_parts(run)
     assert sum(parts.values()) == pytest.approx(50.0)
     assert parts["cold"] == pytest.approx(10.0) and parts["moves, policy"] == pytest.approx(5.0)
+    run["us"] = {"launch": 0, "cold": 1e5, "wait": 9e4, "total": 1.5e5, "hot": 6e4, "rest": 1e5}
+    parts = report.step_parts(run)
+    assert sum(parts.values()) == pytest.approx(50.0)
+    assert parts["device lane"] == pytest.approx(6.0) and parts["cold"] == 0
 
 
 def test_pictures_are_well_formed_whatever_the_names() -> None:

@@ -184,7 +184,7 @@ class Worker:
             "device_bytes": self.experts.device_bytes(),
             "device_reading": used,
             "buffers": stock.buffers(),
-            "us": {"launch": perf.us_launch, "cold": perf.us_cold, "wait": perf.us_wait, "total": perf.us_total},
+            "us": {name[3:]: value for name, value in vars(perf).items() if name.startswith("us_")},
             **self._expert_bytes(),
         }
 

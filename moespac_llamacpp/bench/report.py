@@ -141,12 +141,16 @@ def _best_by_share(runs: Sequence[Mapping[str, Any]], what: str, scale: float = 
 
 
 def step_parts(run: Mapping[str, Any]) -> dict[str, float]:
-    """Where the time of a step goes, ms. From a run with clocks on."""
+    """Where the time of a step goes, ms. From a run with clocks on.
+
+    Portable execution: starting the device lane, the cold lane, waiting for the device, as the CPU sees them. In-stream (us["hot"]):
+    the hot lane and the wait for the CPU, as the device sees them; the cold lane runs beside both."""
     n, us = max(1, run["n_steps"]), run["us"]
+    in_stream = us.get("hot", 0) > 0
     ms = {
         "draft": 1e3 * run["draft_seconds"],
-        "device lane": us["launch"] / 1e3,
-        "cold": us["cold"] / 1e3,
+        "device lane": us["hot" if in_stream else "launch"] / 1e3,
+        "cold": 0.0 if in_stream else us["cold"] / 1e3,
         "wait": us["wait"] / 1e3,
         "rest of verify": 1e3 * run["verify_seconds"] - us["total"] / 1e3,
         "accept": 1e3 * run["accept_seconds"],
