@@ -183,6 +183,7 @@ class Worker:
             "slot_bytes": sum(r.n_slots * r.expert_bytes for r in self.experts.rows()),
             "device_bytes": self.experts.device_bytes(),
             "device_reading": used,
+            "in_stream": any(vars(r).get("in_stream", False) for r in self.experts.rows()),
             "buffers": stock.buffers(),
             "us": {name[3:]: value for name, value in vars(perf).items() if name.startswith("us_")},
             **self._expert_bytes(),
