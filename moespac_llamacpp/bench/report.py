@@ -143,8 +143,8 @@ def _best_by_share(runs: Sequence[Mapping[str, Any]], what: str, scale: float = 
 def step_parts(run: Mapping[str, Any]) -> dict[str, float]:
     """Where the time of a step goes, ms. From a run with clocks on.
 
-    Portable execution: starting the device lane, the cold lane, waiting for the device, as the CPU sees them. In-stream, which has
-    us["hot"]: the hot lane and the wait for the CPU, as the device sees them; the cold lane runs beside both."""
+    Portable execution: starting the device lane, the cold lane, waiting for the device, as the CPU sees them. In-stream, which
+    has us["hot"]: the hot lane and the wait for the CPU, as the device sees them; the cold lane runs beside both."""
     n, us = max(1, run["n_steps"]), run["us"]
     in_stream = us.get("hot", 0) > 0
     ms = {
