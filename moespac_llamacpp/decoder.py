@@ -21,6 +21,9 @@ from moespac_llamacpp.models import Context
 from moespac_llamacpp.residency import Residency
 from moespac_llamacpp.telemetry import Step, Telemetry
 
+#: Why a generation that was left for another one cannot go on
+ABANDONED = "this text cannot go on: another one was started with the model since, or it was closed"
+
 #: (token, log-probability) of the likeliest tokens of a place, likeliest first
 Top = list[tuple[int, float]]
 
@@ -140,6 +143,7 @@ class Decoder:
         self.telemetry = telemetry
         #: called between the pieces of a prompt with (tokens done, tokens to do); what it raises ends the generation
         self.on_prompt: Callable[[int, int], object] | None = None
+        self._run = 0  # the generation that the context belongs to
         self._sampled_by: tuple[Sampling, str | None] = (Sampling(), None)
         self.sampler = Sampler(Sampling(), context.model.n_vocab)
         self.sample_by(sampling or Sampling(), grammar)
@@ -147,17 +151,18 @@ class Decoder:
         self._kv: list[int] = []  # the tokens whose KV the context holds
         self._n_own = context.n_ctx  # so many of them at most have seen only the tokens before them in _kv (`_shift`)
         self._n_keep = 0
-        self._run = 0  # the generation that the context belongs to
         self._want_logs, self._n_top = False, 0
         self._said_off = self._said_no_shift = False
 
     def close(self) -> None:
-        """Frees the sampler; context and drafter are the caller's."""
+        """Frees the sampler; context and drafter are the caller's. A generation under way ends with its next token."""
+        self._run += 1
         self.sampler.close()
 
     def sample_by(self, sampling: Sampling, grammar: str | None = None) -> None:
         """Sets the law of the texts to come. grammar: GBNF that they must follow. GrammarError: it cannot be parsed."""
         model = self.context.model
+        self._run += 1  # no text under way may go on by another law
         if (sampling, grammar) == self._sampled_by and grammar is None and sampling.seed is None:
             return
         compiled: Any = compile_grammar(model, grammar) if grammar is not None else None
@@ -209,7 +214,7 @@ class Decoder:
                     report.n_generated += 1
                     yield token
                     if self._run != run:
-                        raise RuntimeError("another text was started with this model: this one cannot go on")
+                        raise RuntimeError(ABANDONED)
                     if report.n_generated >= max_tokens:
                         report.finish_reason = "length"
                         return

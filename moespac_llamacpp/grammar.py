@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
-from llama_cpp.llama_grammar import JSON_GBNF, LlamaGrammar
+from llama_cpp import llama_grammar
 
 from moespac_llamacpp.models import Model
-
-__all__ = ["JSON_GBNF", "GrammarError", "compile_grammar", "from_json_schema", "read_grammar"]
 
 
 class GrammarError(ValueError):
@@ -55,6 +53,15 @@ def _stderr_of(call: Callable[[], Any]) -> tuple[Any, str]:
         return result, file.read().decode("utf-8", "replace")
 
 
+def _strict(gbnf: str) -> str:
+    """llama-cpp-python's rules for strings let line breaks and the like through, which JSON does not."""
+    return gbnf.replace(r'[^"\\]', r'[^"\\\x00-\x1F\x7F]')
+
+
+#: GBNF of any JSON object.
+JSON_OBJECT = str(llama_grammar.JSON_GBNF)
+
+
 def from_json_schema(schema: str | dict[str, Any]) -> str:
     """GBNF of the texts that are JSON values of the schema. GrammarError: not JSON, or a schema that has no GBNF."""
     text = schema if isinstance(schema, str) else json.dumps(schema)
@@ -63,7 +70,7 @@ def from_json_schema(schema: str | dict[str, Any]) -> str:
     except ValueError as error:
         raise GrammarError(f"the JSON schema is not JSON: {error}") from error
     try:
-        return str(LlamaGrammar.from_json_schema(text, verbose=False)._grammar)
+        return _strict(llama_grammar.json_schema_to_gbnf(text))
     except Exception as error:  # the converter raises whatever its lookups raise
         raise GrammarError(f"the JSON schema cannot be turned into a grammar: {type(error).__name__}: {error}") from error
 

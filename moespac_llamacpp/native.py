@@ -210,6 +210,11 @@ class Device:
     def buffer_type(self) -> int:
         return int(_f["ggml_backend_dev_buffer_type"](self.pointer))
 
+    @property
+    def buffer_type_name(self) -> str:
+        """As llama.cpp's -ot calls it: CPU, CUDA0."""
+        return str(_f["ggml_backend_buft_name"](self.buffer_type).decode())
+
 
 _KINDS = {0: "cpu", 1: "gpu", 2: "igpu", 3: "accel"}  # enum ggml_backend_dev_type
 
