@@ -5,8 +5,13 @@ Needs the patched llama-cpp-python that `scripts/build_llama.py` installs; an Im
 
 from __future__ import annotations
 
-from moespac_llamacpp._build import require_patched
+from moespac_llamacpp._build import is_command, require_patched
 
 __version__ = "0.1.0"
 
-require_patched()
+try:
+    require_patched()
+except ImportError as error:
+    if is_command():  # its user wants the sentence, not where it was raised
+        raise SystemExit(f"moespac: {error}") from None
+    raise

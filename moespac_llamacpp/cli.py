@@ -5,10 +5,9 @@ from __future__ import annotations
 import enum
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json import dumps
 from pathlib import Path
 from types import FrameType
@@ -16,18 +15,23 @@ from typing import Annotated
 
 import typer
 
-from moespac_llamacpp import __version__, native
-from moespac_llamacpp._build import installed_version
+from moespac_llamacpp import native
 from moespac_llamacpp.acceptance import Sampling
 from moespac_llamacpp.chat import Chat, ContextFullError
+from moespac_llamacpp.commands.doctor import doctor_command
+from moespac_llamacpp.commands.models import Resolved, models_command, pull_command, resolve
+from moespac_llamacpp.commands.plan import plan_command
+from moespac_llamacpp.commands.plot import inspect_command, plot_command
+from moespac_llamacpp.commands.shared import fail, find_device, progress, tell_abort
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import Drafter, GgufDraft, NgramDraft, NoDraft
-from moespac_llamacpp.inspection import InspectError, inspect
-from moespac_llamacpp.memory import parse_bytes, slots_for_bytes, slots_for_share
+from moespac_llamacpp.memory import parse_bytes
 from moespac_llamacpp.models import Context, LoadError, Model, capture_log
+from moespac_llamacpp.plan import Plan, Wishes
+from moespac_llamacpp.planner import Pair, plan_pair
 from moespac_llamacpp.policies import NAMES as POLICIES
 from moespac_llamacpp.policies import make as make_policy
-from moespac_llamacpp.residency import Residency, block_sizes
+from moespac_llamacpp.residency import Residency
 from moespac_llamacpp.routing import Recorder
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -42,13 +46,18 @@ DEMO_PROMPTS = (
 )
 
 ModelOption = Annotated[
-    Path, typer.Option("--model", "-m", help="GGUF file of the target model (default: the bundled one).")
+    Path, typer.Option("--model", "-m", help="GGUF file or name (see models) of the target (default: the bundled one).")
 ]
-ShareOption = Annotated[float, typer.Option("--cache-share", help="Share of each layer's experts with a slot, 0 to 1.")]
+ShareOption = Annotated[
+    float | None, typer.Option("--cache-share", help="Share of each layer's experts with a slot, 0 to 1.")
+]
 BudgetOption = Annotated[
     str | None, typer.Option("--expert-budget", help="VRAM for experts, such as 8G; instead of --cache-share.")
 ]
-ContextOption = Annotated[int, typer.Option("--ctx", "-c", help="Context length in tokens, 0: as trained.")]
+VramOption = Annotated[
+    str | None, typer.Option("--vram", help="VRAM for everything, such as 8G (default: what is free but 1G).")
+]
+ContextOption = Annotated[int, typer.Option("--ctx", "-c", min=0, help="Context length in tokens, 0: as trained.")]
 TokensOption = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens to generate at most.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="CPU threads (default: all cores).")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="Name of the device for slots (see doctor).")]
@@ -75,10 +84,12 @@ DraftLayersOption = Annotated[
     int, typer.Option("--gpu-layers-draft", "-ngld", help="Layers of the draft model on the GPU, -1: all.")
 ]
 TempOption = Annotated[float, typer.Option("--temp", min=0, help="Temperature, 0: greedy.")]
-TopKOption = Annotated[int, typer.Option("--top-k", help="Sample from the k likeliest tokens, 0: all.")]
-TopPOption = Annotated[float, typer.Option("--top-p", help="Sample from the likeliest tokens of this mass, 1: all.")]
+TopKOption = Annotated[int, typer.Option("--top-k", min=0, help="Sample from the k likeliest tokens, 0: all.")]
+TopPOption = Annotated[
+    float, typer.Option("--top-p", min=0, max=1, help="Sample from the likeliest tokens of this mass, 1: all.")
+]
 MinPOption = Annotated[
-    float, typer.Option("--min-p", help="Least probability, relative to the likeliest token's, 0: any.")
+    float, typer.Option("--min-p", min=0, max=1, help="Least probability, relative to the likeliest token's, 0: any.")
 ]
 PenaltyOption = Annotated[float, typer.Option("--repeat-penalty", help="Penalty on recent tokens, 1: none.")]
 SeedOption = Annotated[int | None, typer.Option("--seed", "-s", help="Seed of the sampler (default: random).")]
@@ -99,56 +110,31 @@ class DraftOptions:
 NO_DRAFT = DraftOptions(DraftKind.none)
 
 
-def fail(message: object) -> typer.Exit:
-    typer.echo(f"moespac: {message}", err=True)
-    return typer.Exit(1)
-
-
-@contextmanager
-def progress(label: str) -> Iterator[Callable[[float], None]]:
-    """A line on stderr that follows the fraction, only where somebody can see it."""
-    if not sys.stderr.isatty():
-        yield lambda fraction: None
-        return
-    shown = -1
-
-    def report(fraction: float) -> None:
-        nonlocal shown
-        if int(100 * fraction) != shown:
-            shown = int(100 * fraction)
-            typer.echo(f"\r{label} {shown:3d} %", err=True, nl=False)
-
-    yield report
-    typer.echo("\r" + " " * (len(label) + 8) + "\r", err=True, nl=False)
-
-
-def find_device(name: str | None) -> native.Device:
-    if name is None:
-        return native.default_device()
-    for device in native.devices():
-        if device.name.lower() == name.lower():
-            return device
-    raise fail(f"there is no device {name!r}; there are {', '.join(d.name for d in native.devices())}")
-
-
-@contextmanager
-def open_drafter(options: DraftOptions, context: Context) -> Iterator[Drafter]:
-    """The drafter, with the model that it may need."""
-    target = context.model
-    kind, path = options.kind, options.model
-    if path is None and kind is not DraftKind.ngram and target.path == TINY_MODEL:
+def settle_draft(options: DraftOptions, given: Resolved) -> DraftOptions:
+    """The options with the kind that they mean, and a model only if it drafts."""
+    kind, path = options.kind, options.model or given.draft
+    if path is None and given.target == TINY_MODEL:
         path = TINY_DRAFT
     if kind is None:
-        kind = DraftKind.model if path else DraftKind.none
-    if kind is DraftKind.ngram:
-        yield NgramDraft()
-    elif kind is DraftKind.none:
-        yield NoDraft()
-    elif path is None:
+        kind = DraftKind.model if path else DraftKind.ngram if given.named else DraftKind.none
+    if kind is not DraftKind.model:
+        return replace(options, kind=kind, model=None)
+    if path is None:
         raise fail("--draft model needs a draft model: give one with -md")
+    return replace(options, kind=kind, model=path)
+
+
+@contextmanager
+def open_drafter(options: DraftOptions, context: Context, device: native.Device) -> Iterator[Drafter]:
+    """The drafter that settled options name, with the model that it may need."""
+    target, path = context.model, options.model
+    if options.kind is DraftKind.ngram:
+        yield NgramDraft()
+    elif path is None:
+        yield NoDraft()
     else:
         with progress(f"loading {path.name}") as report:
-            draft = Model(path, n_gpu_layers=options.n_gpu_layers, progress=report)
+            draft = Model(path, experts_device=device, n_gpu_layers=options.n_gpu_layers, progress=report)
         n_ctx = min(context.n_ctx, draft.n_ctx_train) if draft.n_ctx_train else context.n_ctx
         with draft, Context(draft, n_ctx=n_ctx, n_threads=context.n_threads, attach=False) as own:
             yield GgufDraft(own, target)
@@ -160,25 +146,30 @@ def session(
     device_name: str | None,
     n_ctx: int,
     threads: int | None,
-    share: float,
+    share: float | None,
     budget: str | None,
     policy: str,
     draft: DraftOptions = NO_DRAFT,
     sampling: Sampling | None = None,
+    vram: str | None = None,
 ) -> Iterator[Decoder]:
-    """Model, context, slots and policy, as every generating command wants them."""
+    """Model, context, slots and policy, as every generating command wants them; all sizes are those of the memory plan."""
     device = find_device(device_name)
+    if policy not in POLICIES:
+        raise fail(f"there is no policy {policy!r}; there are {', '.join(POLICIES)}")
+    given = resolve(model)
+    model, draft = given.target, settle_draft(draft, given)
     try:
+        plan = make_plan(model, draft, device, n_ctx, Wishes(size_of(vram), size_of(budget), share))
+        n_ctx = plan.target.n_ctx
         with progress(f"loading {model.name}") as report:
             target = Model(model, experts_device=device, progress=report)
         with ExitStack() as stack:
             stack.enter_context(target)
             context = stack.enter_context(Context(target, n_ctx=n_ctx, n_threads=threads, device=device))
-            drafter = stack.enter_context(open_drafter(draft, context))
+            drafter = stack.enter_context(open_drafter(draft, context, device))
             assert context.experts is not None
-            sizes = block_sizes(context.experts)
-            slots = slots_for_bytes(sizes, parse_bytes(budget)) if budget is not None else slots_for_share(sizes, share)
-            context.experts.set_slots(slots)
+            context.experts.set_slots(plan.slots)
             residency = Residency(
                 context.experts, make_policy(policy, context.experts.n_rows, context.experts.n_expert)
             )
@@ -193,6 +184,18 @@ def session(
         raise
     except (LoadError, native.MoeError, ValueError, RuntimeError) as error:
         raise fail(error) from error
+
+
+def size_of(text: str | None) -> int | None:
+    return None if text is None else parse_bytes(text)
+
+
+def make_plan(model: Path, draft: DraftOptions, device: native.Device, n_ctx: int, wishes: Wishes) -> Plan:
+    """Says on stderr what the user should know of it."""
+    plan = plan_pair(Pair(model, draft.model, draft.n_gpu_layers, n_ctx, draft.max), device, wishes)
+    for note in plan.notes:
+        typer.echo(f"moespac: {note}", err=True)
+    return plan
 
 
 def fill(residency: Residency) -> None:
@@ -289,8 +292,9 @@ def generate(
     model: ModelOption = TINY_MODEL,
     max_tokens: TokensOption = 128,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
-    cache_share: ShareOption = 0.25,
+    cache_share: ShareOption = None,
     expert_budget: BudgetOption = None,
+    vram: VramOption = None,
     ctx: ContextOption = 0,
     threads: ThreadsOption = None,
     device: DeviceOption = None,
@@ -312,7 +316,7 @@ def generate(
     capture_log()
     drafting = DraftOptions(draft, draft_model, draft_max, draft_fixed, draft_gpu_layers)
     sampling = Sampling(temp, top_k, top_p, min_p, repeat_penalty, seed=None if seed is None or seed < 0 else seed)
-    with session(model, device, ctx, threads, cache_share, expert_budget, policy, drafting, sampling) as decoder:
+    with session(model, device, ctx, threads, cache_share, expert_budget, policy, drafting, sampling, vram) as decoder:
         target = decoder.context.model
         tokens = target.tokenize(target.chat_prompt(prompt) if chat else prompt)
         stream(decoder, tokens, max_tokens, stop or ())
@@ -401,6 +405,7 @@ def answer(
 
 @app.command("chat")
 def chat_command(
+    name: Annotated[str | None, typer.Argument(help="A name of `moespac models`, instead of -m.")] = None,
     model: ModelOption = TINY_MODEL,
     system_prompt: Annotated[
         str | None, typer.Option("--system-prompt", "-sys", help="What the model is told before the first message.")
@@ -408,8 +413,9 @@ def chat_command(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", "-n", min=1, help="Tokens per answer at most (default: no limit).")
     ] = None,
-    cache_share: ShareOption = 0.25,
+    cache_share: ShareOption = None,
     expert_budget: BudgetOption = None,
+    vram: VramOption = None,
     ctx: ContextOption = 0,
     threads: ThreadsOption = None,
     device: DeviceOption = None,
@@ -433,7 +439,18 @@ def chat_command(
     drafting = DraftOptions(draft, draft_model, draft_max, draft_fixed, draft_gpu_layers)
     sampling = Sampling(temp, top_k, top_p, min_p, repeat_penalty, seed=None if seed is None or seed < 0 else seed)
     all_answered = True
-    with session(model, device, ctx, threads, cache_share, expert_budget, policy, drafting, sampling) as decoder:
+    with session(
+        Path(name) if name else model,
+        device,
+        ctx,
+        threads,
+        cache_share,
+        expert_budget,
+        policy,
+        drafting,
+        sampling,
+        vram,
+    ) as decoder:
         chat = Chat(decoder, system_prompt)
         interrupts = Interrupts()
         if sys.stdin.isatty():
@@ -458,19 +475,6 @@ def chat_command(
         typer.echo(f"{answers}: {total.status()}, {total.n_load_bytes / 2**20:.1f} MiB uploaded", err=True)
     if not all_answered and not sys.stdin.isatty():
         raise typer.Exit(1)
-
-
-@app.command("inspect")
-def inspect_command(
-    model: Annotated[Path, typer.Option("--model", "-m", help="GGUF file to look at.")] = TINY_MODEL,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """What a GGUF file holds: experts, bytes, weight types. Loads no weights."""
-    try:
-        contents = inspect(model)
-    except InspectError as error:
-        raise fail(error) from error
-    typer.echo(dumps(contents.record(), indent=1) if json else contents.describe())
 
 
 @app.command()
@@ -516,44 +520,16 @@ def simulate(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
-@app.command()
-def doctor(
-    model: Annotated[Path | None, typer.Option("--model", "-m", help="Also look at this GGUF file.")] = None,
-) -> None:
-    """Versions, devices, kernels; with a model, which of its layers run hybrid."""
-    capture_log()
-    typer.echo(f"moespac_llamacpp {__version__}, llama-cpp-python {installed_version() or 'built by hand'} (patched)")
-    typer.echo(f"cold kernels: {native.kernel_isa()} (other weight types through ggml's own)")
-    for device in native.devices():
-        free, total = device.memory
-        locked = "page-locked host memory" if device.host_buffer_type else "no page-locked host memory"
-        typer.echo(
-            f"device {device.name} ({device.kind}): {device.description}, "
-            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free, {locked}"
-        )
-    typer.echo(f"slots go to {native.default_device().name} unless --device says otherwise")
-    if model is None:
-        return
-    try:
-        start = time.perf_counter()
-        with Model(model) as target, Context(target, n_ctx=512) as context:
-            assert context.experts is not None
-            total, pinned = context.experts.host_bytes()
-            typer.echo(
-                f"{model.name}: {target.describe()}, loaded in {time.perf_counter() - start:.1f} s; experts "
-                f"{total / 2**30:.2f} GiB in host memory, {pinned / 2**30:.2f} GiB of it page-locked"
-            )
-            for row in context.experts.rows():
-                how = f"hybrid, kernels {row.kernel}" if row.hybrid else f"llama.cpp's own path: {row.fallback}"
-                typer.echo(
-                    f"  layer {row.il}: {row.n_expert} experts of {row.expert_bytes / 2**20:.2f} MiB, "
-                    f"{row.n_expert_used} used; {how}"
-                )
-    except (LoadError, native.MoeError) as error:
-        raise fail(error) from error
+app.command("models")(models_command)
+app.command("pull")(pull_command)
+app.command("plan")(plan_command)
+app.command("doctor")(doctor_command)
+app.command("inspect")(inspect_command)
+app.command("plot")(plot_command)
 
 
 def main() -> None:
+    native.on_abort(tell_abort)
     app()
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -20,20 +22,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moespac_llamacpp import native
+from moespac_llamacpp.header import InspectError, read_parts
 
 #: The tensors of routed experts and their biases, as upstream's --cpu-moe names them.
 EXPERT_TENSORS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps\."
 
 _VOCAB_BPE = 2  # enum llama_vocab_type
 LOAD_AUTO, LOAD_NONE = -1, 0  # enum llama_load_mode
-_LOG_ERROR, _LOG_CONT = 4, 5  # enum ggml_log_level
+_LOG_DEBUG, _LOG_ERROR, _LOG_CONT = 1, 4, 5  # enum ggml_log_level
 
 _log: deque[tuple[int, str]] = deque(maxlen=400)
+_records: list[list[str]] = []
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _keep_log(level: int, text: bytes, _: object) -> None:
-    _log.append((level, text.decode("utf-8", "replace").rstrip()))
+    line = text.decode("utf-8", "replace").rstrip()
+    if level != _LOG_DEBUG:  # thousands while loading: they would push the reason of a failure out
+        _log.append((level, line))
+    for record in _records:
+        record.append(line)
 
 
 def capture_log() -> None:
@@ -41,9 +49,37 @@ def capture_log() -> None:
     llama_cpp.llama_log_set(_keep_log, ctypes.c_void_p(0))
 
 
+@contextmanager
+def recorded_log() -> Iterator[list[str]]:
+    """The lines that llama.cpp logs meanwhile, debug lines too; what was done with its log before goes on afterwards."""
+    callback, data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
+    llama_cpp.llama_log_get(ctypes.byref(callback), ctypes.byref(data))
+    lines: list[str] = []
+    _records.append(lines)
+    capture_log()
+    try:
+        yield lines
+    finally:
+        _records.remove(lines)
+        llama_cpp.llama_log_set(callback, data)
+
+
 def _reason() -> str:
     errors = [text for level, text in _log if level == _LOG_ERROR and text]
     return errors[0] if errors else "llama.cpp gave no reason"
+
+
+def _load_failure() -> str:
+    """The rest of the sentence for a file whose header is sound, but which llama.cpp does not load."""
+    reason = _reason()
+    if unknown := re.search(r"unknown model architecture: '([^']*)'", reason):
+        return (
+            f"the llama.cpp in llama-cpp-python {llama_cpp.__version__.partition('+')[0]} does not know the architecture "
+            f"{unknown[1]!r}: a newer release may"
+        )
+    if re.search(r"unable to allocate|failed to allocate|out of memory", reason):
+        return f"no memory for it: {reason}: give it less (`moespac plan` shows the numbers), or close what uses the memory"
+    return f"cannot be loaded: {reason}"
 
 
 class LoadError(RuntimeError):
@@ -77,21 +113,22 @@ class Model:
         n_gpu_layers: int = -1,
         overrides: Sequence[tuple[str, int]] = (),
         progress: Callable[[float], None] | None = None,
+        dry: bool = False,
     ) -> None:
         """Loads `path` with its experts in host memory, page-locked for `experts_device` if that has such memory.
 
         n_gpu_layers: layers whose other tensors go to the GPU, -1 for all (meaningless without one).
+        A GPU as experts_device is the only one that is used.
         overrides: (regular expression, buffer type) of tensors that go elsewhere; they come before the rule for experts.
         progress: called with 0 … 1 while tensors are read.
+        dry: reads and allocates no weights; contexts of such a model tell their sizes, but decode nothing.
         LoadError: the file is missing, unreadable, damaged, or of an unknown architecture.
         """
         self.path = Path(path)
-        if not self.path.is_file():
-            raise LoadError(f"{self.path}: there is no such file")
-        with self.path.open("rb") as file:
-            magic = file.read(4)
-        if magic != b"GGUF":
-            raise LoadError(f"{self.path}: not a GGUF file (it starts with {magic!r})")
+        try:  # before llama.cpp does: it is quicker, and tells which byte of which file
+            read_parts(self.path)
+        except InspectError as error:
+            raise LoadError(str(error)) from error
         device = experts_device or native.default_device()
         # Plain memory: a repacked expert can neither be uploaded slice by slice nor read by vec_dot. With mmap the loader would
         # silently replace page-locked memory by the mapping.
@@ -99,14 +136,15 @@ class Model:
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         params.use_extra_bufts = False
-        params.load_mode = LOAD_NONE if host else LOAD_AUTO
+        params.load_mode = LOAD_NONE if host or dry else LOAD_AUTO
+        params.no_alloc = dry
+        devices = (ctypes.c_void_p * 2)(device.pointer, None)
+        if device.kind in ("gpu", "igpu"):
+            params.devices = ctypes.cast(devices, ctypes.c_void_p)
         buft = host or native.cpu_device().buffer_type
         rules = [*overrides, (EXPERT_TENSORS, buft)]
         table = (_BuftOverride * (len(rules) + 1))(*[_BuftOverride(pattern.encode(), to) for pattern, to in rules])
         params.tensor_buft_overrides = ctypes.cast(table, ctypes.c_void_p)
-        if device.kind in ("gpu", "igpu"):  # of several GPUs upstream would take all
-            only = (ctypes.c_void_p * 2)(device.pointer, None)
-            params.devices = ctypes.cast(only, ctypes.c_void_p)
 
         @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
         def report(fraction: float, _: object) -> bool:
@@ -118,7 +156,7 @@ class Model:
         _log.clear()
         self.pointer: Any = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
         if not self.pointer:
-            raise LoadError(f"{self.path}: cannot be loaded: {_reason()}")
+            raise LoadError(f"{self.path}: {_load_failure()}")
         self.vocab: Any = llama_cpp.llama_model_get_vocab(self.pointer)
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self.vocab))
         self.n_layer = int(llama_cpp.llama_model_n_layer(self.pointer))
@@ -251,7 +289,8 @@ class Context:
                 self.experts = native.Experts(self.pointer, device, perf=perf)
             except native.MoeError as error:
                 self.close()
-                raise LoadError(f"{model.path}: {error}") from error
+                dense = "a dense model: it has no experts to place; as a draft give it with -md"
+                raise LoadError(f"{model.path}: {dense if error.status == 'NO_MOE_LAYERS' else error}") from error
 
     def close(self) -> None:
         if self.pointer:

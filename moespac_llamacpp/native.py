@@ -109,6 +109,10 @@ class _PerfData(ctypes.Structure):
     )
 
 
+class _InitParams(ctypes.Structure):
+    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+
 _ROUTER_CALLBACK = ctypes.CFUNCTYPE(
     None,
     ctypes.c_void_p,
@@ -163,6 +167,17 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_dev_buffer_type": (_void_p, [_void_p]),
     "ggml_backend_dev_host_buffer_type": (_void_p, [_void_p]),
     "ggml_backend_buft_name": (_char_p, [_void_p]),
+    "ggml_backend_buft_alloc_buffer": (_void_p, [_void_p, _size_t]),
+    "ggml_backend_buffer_get_base": (_void_p, [_void_p]),
+    "ggml_backend_buffer_free": (None, [_void_p]),
+    "ggml_backend_tensor_alloc": (ctypes.c_int, [_void_p, _void_p, _void_p]),
+    "ggml_backend_tensor_set": (None, [_void_p, _void_p, _size_t, _size_t]),
+    "ggml_backend_tensor_copy": (None, [_void_p, _void_p]),
+    "ggml_set_abort_callback": (_void_p, [_void_p]),
+    "ggml_init": (_void_p, [_InitParams]),
+    "ggml_free": (None, [_void_p]),
+    "ggml_new_tensor_1d": (_void_p, [_void_p, ctypes.c_int, _int64]),
+    "ggml_tensor_overhead": (_size_t, []),
 }
 
 
@@ -211,8 +226,8 @@ class Device:
         return int(_f["ggml_backend_dev_buffer_type"](self.pointer))
 
     @property
-    def buffer_type_name(self) -> str:
-        """As llama.cpp's -ot calls it: CPU, CUDA0."""
+    def buffer_name(self) -> str:
+        """How llama.cpp's log names the device's memory."""
         return str(_f["ggml_backend_buft_name"](self.buffer_type).decode())
 
 
@@ -247,6 +262,66 @@ def default_device() -> Device:
 
 def cpu_device() -> Device:
     return next(d for d in devices() if d.kind == "cpu")
+
+
+_ABORT_CALLBACK = ctypes.CFUNCTYPE(None, _char_p)
+_on_abort: list[Any] = []  # ggml holds it until the end
+
+
+def on_abort(tell: Callable[[str], None]) -> None:
+    """Calls `tell` with ggml's reason (place in its source: message) before it aborts, as it does when a device fails."""
+    _on_abort.append(_ABORT_CALLBACK(lambda message: tell(message.decode("utf-8", "replace"))))
+    _f["ggml_set_abort_callback"](ctypes.cast(_on_abort[-1], _void_p))
+
+
+_TYPE_I8 = 24  # enum ggml_type
+
+
+class Bytes:
+    """Bytes of a device twice, and as many of host memory, to copy between them. Host memory: page-locked if that is to be had.
+
+    MemoryError: one of the three cannot be allocated. Close it before the device goes."""
+
+    def __init__(self, device: Device, n_bytes: int, *, pinned: bool = True) -> None:
+        self.n_bytes = n_bytes
+        self._buffers: list[int] = []
+        self._context: int | None = _f["ggml_init"](_InitParams(4 * _f["ggml_tensor_overhead"](), None, True))
+        try:
+            host = device.host_buffer_type if pinned else None
+            self._host = self._base(host or cpu_device().buffer_type)
+            self._tensors = [self._tensor(device.buffer_type) for _ in range(2)]
+        except MemoryError:
+            self.close()
+            raise
+
+    def _base(self, buffer_type: int) -> int:
+        buffer = _f["ggml_backend_buft_alloc_buffer"](buffer_type, self.n_bytes)
+        if not buffer:
+            raise MemoryError(f"{self.n_bytes} bytes cannot be allocated")
+        self._buffers.append(buffer)
+        base = int(_f["ggml_backend_buffer_get_base"](buffer))
+        return base
+
+    def _tensor(self, buffer_type: int) -> int:
+        base = self._base(buffer_type)
+        tensor = int(_f["ggml_new_tensor_1d"](self._context, _TYPE_I8, self.n_bytes))
+        _f["ggml_backend_tensor_alloc"](self._buffers[-1], tensor, base)
+        return tensor
+
+    def upload(self) -> None:
+        """Host to device; returns when it has arrived."""
+        _f["ggml_backend_tensor_set"](self._tensors[0], self._host, 0, self.n_bytes)
+
+    def copy(self) -> None:
+        """Within the device: reads and writes n_bytes."""
+        _f["ggml_backend_tensor_copy"](self._tensors[0], self._tensors[1])
+
+    def close(self) -> None:
+        while self._buffers:
+            _f["ggml_backend_buffer_free"](self._buffers.pop())
+        if self._context:
+            _f["ggml_free"](self._context)
+            self._context = None
 
 
 def kernel_isa() -> str:

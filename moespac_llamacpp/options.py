@@ -52,7 +52,7 @@ def context_fields(
 
 def tensor_overrides(texts: Sequence[str]) -> list[tuple[str, int]]:
     """(pattern, buffer type) of each "pattern=buffer type", commas between several. ValueError: no such buffer type."""
-    types = {device.buffer_type_name: device.buffer_type for device in native.devices()}
+    types = {device.buffer_name: device.buffer_type for device in native.devices()}
     rules = []
     for text in (part for whole in texts for part in whole.split(",")):
         pattern, equals, name = text.rpartition("=")
