@@ -72,7 +72,7 @@ class Decayed:
         return self.prior.counts
 
     def observe(self, batch: Batch) -> None:
-        self.prior.observe(batch.counts, batch.n_tokens)
+        self.prior.observe(batch)
 
     def expect(self, tokens: Sequence[int]) -> None:
         pass
