@@ -5,14 +5,19 @@ of their own (worker.py) while the caller waits in the library:
 
 - While a draft model guesses, the thread observes the last decode, plans with each token that becomes known and starts the
   moves. The target's context is idle then, and `publish` waits for the thread before it is used again.
-- Without a draft that takes time, the thread observes and plans while the target decodes, and touches no context. The moves
-  of that plan are started by `plan` after the decode: what was chosen by one batch starts one batch later than it could.
+- Without a draft that takes time, the thread observes and plans while the target decodes. `plan`, after the decode, evicts
+  the victims of that plan; the thread starts its uploads while the next decode runs (the library allows `load` then, and
+  nothing else). So what one batch taught starts one batch later than it could.
+
+Jobs are handed over right before the caller enters the library for long, not before: until then the two threads would fight for
+Python's lock, which every short call into the library gives away.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +90,9 @@ class Residency:
         self.window = LinkWindow(self.rates)
         self._meter = Meter(experts)
         self._worker = Worker()
-        self._ahead: Job[list[Move]] | None = None  # a plan that is made while the target decodes
+        self._jobs: list[Callable[[], None]] = []  # not handed over yet
+        self._asked: Callable[[], list[Move]] | None = None  # the plan to be made while the target decodes
+        self._ahead: Job[list[Move]] | None = None  # the plan that was made while it did
         self._drafting = False
         self._plans_left = 0
         self._moves_left: int = 0
@@ -96,19 +103,11 @@ class Residency:
     def worker_seconds(self) -> float:
         return self._worker.seconds
 
-    def resident(self) -> NDArray[np.bool_]:
-        """bool [n_rows, n_expert]: resident or on the way."""
-        table = self.experts.states_table()
-        on_the_way = np.count_nonzero(table == native.UPLOADING, axis=1) @ self.expert_bytes
-        self.window.on_the_way(float(on_the_way))
-        resident: NDArray[np.bool_] = table != native.COLD
-        return resident
-
     def step(self) -> None:
         """Observes the last decode by its counts and starts moves. What has landed becomes visible."""
         start = time.perf_counter()
         batch = self._counted()
-        self._do(lambda: self.policy.observe(batch))
+        self._later(lambda: self.policy.observe(batch))
         self.caller_seconds += time.perf_counter() - start
         self.plan()
         self.publish()
@@ -119,9 +118,10 @@ class Residency:
         ValueError, raised by a later call: tokens or accepted have another length than the decode."""
         start = time.perf_counter()
         self.window.decoded()
+        self._hand_over()  # of a prompt in several pieces, one at most is kept
         choices = np.concatenate(self.experts.choices(), axis=1)  # copied: the next decode overwrites them
         n_expert = self.experts.n_expert
-        self._do(
+        self._later(
             lambda: self.policy.observe(
                 Batch.from_ids(choices.swapaxes(0, 1), n_expert, tokens=tokens, accepted=accepted, starts=starts)
             )
@@ -134,25 +134,26 @@ class Residency:
         Expect tokens only if time passes before their decode: what lands after it was planned for the wrong batch."""
         start = time.perf_counter()
         self._worker.check()
-        planned, self._ahead = self._ahead, None
+        planned, self._ahead, self._asked = self._ahead, None, None
         self._drafting = n_expect > 0
-        if planned is not None and not self._drafting:
-            self._start(planned.result())
+        moves = planned.result() if planned is not None and not self._drafting else []
+        self._evict(moves)
         self._look_around()
         self._share_out(max(1, n_expect))
         self.window.planned()
         if not self._drafting:
-            limits, resident = self._limits(), self.resident()
-            if self.overlap:
-                self._ahead = self._worker.submit(lambda: self._planned(resident, limits))
-            else:
-                self._start(self._planned(resident, limits))
+            states = self.experts.states_table()
+            self._asked = partial(self._planned, states, moves, self._limits())
+            self._later(lambda: self._load(moves), first=True)
+            if not self.overlap:
+                self._start(self._asked())
         self.caller_seconds += time.perf_counter() - start
 
     def expect(self, tokens: Sequence[int]) -> None:
         """Tokens that the next decode will have, in order, the last accepted one first; starts moves."""
         start = time.perf_counter()
-        self._do(lambda: self._expect(tokens))
+        self._later(lambda: self._expect(tokens))
+        self._hand_over()
         self.caller_seconds += time.perf_counter() - start
 
     def publish(self) -> int:
@@ -166,24 +167,34 @@ class Residency:
         if self.sync_moves:
             self.experts.sync()
         n = self.experts.publish()
+        if self.overlap:
+            self._hand_over()
+            if self._asked is not None:
+                self._ahead = self._worker.submit(self._asked)
         self.window.decodes()
         self.caller_seconds += time.perf_counter() - start
         return n
 
     def join(self) -> None:
         """Waits until the policy has heard and planned everything; raises what failed there."""
+        self._hand_over()
         self._worker.join()
 
     def close(self) -> None:
         """May be called twice."""
         self._worker.close()
 
-    def _do(self, call: Callable[[], None]) -> None:
+    def _later(self, call: Callable[[], None], *, first: bool = False) -> None:
         if self.overlap:
-            self._worker.check()
-            self._worker.submit(call)
+            self._jobs.insert(0 if first else len(self._jobs), call)
         else:
             call()
+
+    def _hand_over(self) -> None:
+        self._worker.check()
+        for job in self._jobs:
+            self._worker.submit(job)
+        self._jobs.clear()
 
     def _counted(self) -> Batch:
         """The last decode where only counts are known."""
@@ -196,7 +207,7 @@ class Residency:
         self._n_plans += 1
         if self._n_plans % METER_EVERY == 0:
             sample = self._meter.sample()
-            self._do(lambda: sample.track(self.rates))
+            self._later(lambda: sample.track(self.rates))
         if self.resplit and self._n_plans % slots.EVERY == 0 and isinstance(self.policy, MoeSpac):
             demand = self.policy.demand()
             if demand is not None:
@@ -239,19 +250,41 @@ class Residency:
 
     def _expect(self, tokens: Sequence[int]) -> None:
         self.policy.expect(tokens)
-        self._start(self._planned(self.resident(), self._limits()))
+        self._start(self._planned(self.experts.states_table(), [], self._limits()))
 
-    def _planned(self, resident: NDArray[np.bool_], limits: Limits) -> list[Move]:
+    def _planned(self, states: NDArray[np.uint8], started: list[Move], limits: Limits) -> list[Move]:
+        """A plan for the states of all experts, as they were before the uploads of `started`."""
+        for move in started:
+            states[move.row, move.expert] = native.UPLOADING
+        self.window.on_the_way(float(np.count_nonzero(states == native.UPLOADING, axis=1) @ self.expert_bytes))
+        resident = states != native.COLD
         moves = self.policy.plan(resident, limits)
         if limits.window is not None:  # also for policies that know nothing of a link
             moves = within(moves, self.expert_bytes, limits.window * self.rates.link_bytes)
         return moves
 
     def _start(self, moves: list[Move]) -> None:
+        self._evict(moves)
+        self._load(moves)
+
+    def _evict(self, moves: list[Move]) -> None:
+        """Makes room; not while a decode is in flight."""
+        for move in moves:
+            if move.victim is None:
+                continue
+            try:
+                self.experts.evict(move.row, move.victim)
+            except native.MoeError as error:
+                # planned before it was known that its own upload had found no slot: there is nothing to evict
+                if error.status != "NOT_RESIDENT":
+                    raise
+        self._moves_left -= len(moves)
+        self._bytes_left -= sum(int(self.expert_bytes[move.row]) for move in moves)
+
+    def _load(self, moves: list[Move]) -> None:
+        """Starts the uploads; also while a decode is in flight."""
         n_bytes = 0
         for move in moves:
-            if move.victim is not None:
-                self.experts.evict(move.row, move.victim)
             try:
                 self.experts.load(move.row, move.expert)
             except native.MoeError as error:
@@ -264,6 +297,4 @@ class Residency:
             else:
                 self.n_moves += 1
                 n_bytes += int(self.expert_bytes[move.row])
-        self._moves_left -= len(moves)
-        self._bytes_left -= n_bytes
         self.window.started(n_bytes)
