@@ -20,14 +20,21 @@ from moespac_llamacpp import __version__, native
 from moespac_llamacpp._build import installed_version
 from moespac_llamacpp.acceptance import Sampling
 from moespac_llamacpp.chat import Chat, ContextFullError
+from moespac_llamacpp.commands.engine import (
+    EngineOptions,
+    NoBalancerOption,
+    NoFrequencyOption,
+    NoHotSetOption,
+    SyncMovesOption,
+    open_residency,
+)
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import Drafter, GgufDraft, NgramDraft, NoDraft
 from moespac_llamacpp.inspection import InspectError, inspect
 from moespac_llamacpp.memory import parse_bytes, slots_for_bytes, slots_for_share
 from moespac_llamacpp.models import Context, LoadError, Model, capture_log
 from moespac_llamacpp.policies import NAMES as POLICIES
-from moespac_llamacpp.policies import make as make_policy
-from moespac_llamacpp.residency import Residency, block_sizes
+from moespac_llamacpp.residency import block_sizes
 from moespac_llamacpp.routing import Recorder
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -162,7 +169,7 @@ def session(
     threads: int | None,
     share: float,
     budget: str | None,
-    policy: str,
+    engine: EngineOptions,
     draft: DraftOptions = NO_DRAFT,
     sampling: Sampling | None = None,
 ) -> Iterator[Decoder]:
@@ -173,16 +180,13 @@ def session(
             target = Model(model, experts_device=device, progress=report)
         with ExitStack() as stack:
             stack.enter_context(target)
-            context = stack.enter_context(Context(target, n_ctx=n_ctx, n_threads=threads, device=device))
+            context = stack.enter_context(Context(target, n_ctx=n_ctx, n_threads=threads, device=device, perf=True))
             drafter = stack.enter_context(open_drafter(draft, context))
             assert context.experts is not None
             sizes = block_sizes(context.experts)
             slots = slots_for_bytes(sizes, parse_bytes(budget)) if budget is not None else slots_for_share(sizes, share)
             context.experts.set_slots(slots)
-            residency = Residency(
-                context.experts, make_policy(policy, context.experts.n_rows, context.experts.n_expert)
-            )
-            fill(residency)
+            residency = stack.enter_context(open_residency(context, engine, progress))
             warn_about(context.experts, device)
             decoder = Decoder(
                 context, residency, drafter=drafter, draft_max=draft.max, draft_fixed=draft.fixed, sampling=sampling
@@ -193,17 +197,6 @@ def session(
         raise
     except (LoadError, native.MoeError, ValueError, RuntimeError) as error:
         raise fail(error) from error
-
-
-def fill(residency: Residency) -> None:
-    """The first experts of each layer, so that no slot is empty before anything is known."""
-    with progress("uploading experts") as report:
-        for i, row in enumerate(residency.n_slots):
-            for expert in range(row):
-                residency.experts.load(i, expert)
-            report(i / len(residency.n_slots))
-        residency.experts.sync()
-        residency.experts.publish()
 
 
 def warn_about(experts: native.Experts, device: native.Device) -> None:
@@ -264,7 +257,7 @@ def demo(
     """Generate with the bundled tiny MoE, part of its experts resident on a device and the rest on the CPU."""
     capture_log()
     draft = DraftOptions(DraftKind.model, TINY_DRAFT)
-    with session(TINY_MODEL, device, 0, threads, cache_share, None, "moe-spac", draft) as decoder:
+    with session(TINY_MODEL, device, 0, threads, cache_share, None, EngineOptions(hot_set=False), draft) as decoder:
         assert decoder.residency is not None
         experts = decoder.residency.experts
         where = find_device(device)
@@ -295,6 +288,10 @@ def generate(
     threads: ThreadsOption = None,
     device: DeviceOption = None,
     policy: PolicyOption = "moe-spac",
+    no_frequency: NoFrequencyOption = False,
+    no_balancer: NoBalancerOption = False,
+    sync_moves: SyncMovesOption = False,
+    no_hot_set: NoHotSetOption = False,
     draft_model: DraftModelOption = None,
     draft: DraftOption = None,
     draft_max: DraftMaxOption = 8,
@@ -310,9 +307,10 @@ def generate(
 ) -> None:
     """Continue a prompt, greedily unless --temp is given."""
     capture_log()
+    engine = EngineOptions(policy, not no_frequency, not no_balancer, sync_moves, not no_hot_set)
     drafting = DraftOptions(draft, draft_model, draft_max, draft_fixed, draft_gpu_layers)
     sampling = Sampling(temp, top_k, top_p, min_p, repeat_penalty, seed=None if seed is None or seed < 0 else seed)
-    with session(model, device, ctx, threads, cache_share, expert_budget, policy, drafting, sampling) as decoder:
+    with session(model, device, ctx, threads, cache_share, expert_budget, engine, drafting, sampling) as decoder:
         target = decoder.context.model
         tokens = target.tokenize(target.chat_prompt(prompt) if chat else prompt)
         stream(decoder, tokens, max_tokens, stop or ())
@@ -414,6 +412,10 @@ def chat_command(
     threads: ThreadsOption = None,
     device: DeviceOption = None,
     policy: PolicyOption = "moe-spac",
+    no_frequency: NoFrequencyOption = False,
+    no_balancer: NoBalancerOption = False,
+    sync_moves: SyncMovesOption = False,
+    no_hot_set: NoHotSetOption = False,
     draft_model: DraftModelOption = None,
     draft: DraftOption = None,
     draft_max: DraftMaxOption = 8,
@@ -430,10 +432,11 @@ def chat_command(
 ) -> None:
     """Talk with a model: a line is a message; Ctrl-C stops an answer, /clear forgets, /exit or the end of input ends."""
     capture_log()
+    engine = EngineOptions(policy, not no_frequency, not no_balancer, sync_moves, not no_hot_set)
     drafting = DraftOptions(draft, draft_model, draft_max, draft_fixed, draft_gpu_layers)
     sampling = Sampling(temp, top_k, top_p, min_p, repeat_penalty, seed=None if seed is None or seed < 0 else seed)
     all_answered = True
-    with session(model, device, ctx, threads, cache_share, expert_budget, policy, drafting, sampling) as decoder:
+    with session(model, device, ctx, threads, cache_share, expert_budget, engine, drafting, sampling) as decoder:
         chat = Chat(decoder, system_prompt)
         interrupts = Interrupts()
         if sys.stdin.isatty():
@@ -486,7 +489,7 @@ def trace(
     capture_log()
     if not out.parent.is_dir():
         raise fail(f"{out.parent}: there is no such folder")
-    with session(model, None, ctx, threads, 0.0, None, "static") as decoder:
+    with session(model, None, ctx, threads, 0.0, None, EngineOptions("static")) as decoder:
         assert decoder.context.experts is not None
         decoder.all_logits = True
         recorder = Recorder(decoder.context.experts)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,6 +117,17 @@ class Policy(Protocol):
 
     def plan(self, resident: NDArray[np.bool_], limits: Limits) -> list[Move]:
         """Moves in order of their gain; changes nothing. resident: bool [n_rows, n_expert], uploads under way included."""
+
+
+@runtime_checkable
+class Warm(Protocol):
+    """A policy that can say what it has learned of each expert, and start from that."""
+
+    def use(self) -> Table | None:
+        """Expected use by a token, [n_rows, n_expert]; None: it keeps no such thing after all."""
+
+    def seed(self, use: Table) -> None:
+        """Starts from such a table."""
 
 
 def within(moves: list[Move], expert_bytes: NDArray[np.int64], n_bytes: float) -> list[Move]:

@@ -24,14 +24,18 @@ from numpy.typing import NDArray
 
 from moespac_llamacpp import native, slots
 from moespac_llamacpp.balancer import Rates
+from moespac_llamacpp.hotset import HotSet
 from moespac_llamacpp.memory import BlockSize
 from moespac_llamacpp.metering import EVERY as METER_EVERY
 from moespac_llamacpp.metering import Meter
-from moespac_llamacpp.planning import within
+from moespac_llamacpp.planning import Warm, within
 from moespac_llamacpp.policies import Batch, Limits, Move, Policy
 from moespac_llamacpp.spac import MoeSpac
 from moespac_llamacpp.window import LinkWindow
 from moespac_llamacpp.worker import Job, Worker
+
+#: Less than this says nothing of a link's rate.
+MEASURABLE_BYTES = 1 << 20
 
 
 def block_sizes(experts: native.Experts) -> list[BlockSize]:
@@ -102,6 +106,38 @@ class Residency:
     @property
     def worker_seconds(self) -> float:
         return self._worker.seconds
+
+    def fill(self, hot: HotSet | None = None, progress: Callable[[float], None] | None = None) -> None:
+        """Uploads what the slots start with and waits for it: the hot set, or without one the first experts of each layer.
+
+        The policy starts from the hot set too, where it can. Measures the link. progress: called with 0 … 1."""
+        if hot is not None and hot.use is not None and isinstance(self.policy, Warm):
+            self.policy.seed(hot.use)
+        total = max(1, int(self.n_slots @ self.expert_bytes))
+        done, n_bytes, start, here = 0, 0, time.perf_counter(), self.experts.states_table() != native.COLD
+        for row in np.flatnonzero(self.n_slots).tolist():
+            n, n_expert = int(self.n_slots[row]), int(self.n_expert[row])
+            wanted = set(range(n) if hot is None else hot.best(row, n, n_expert))
+            present = set(np.flatnonzero(here[row]).tolist())
+            for expert in sorted(present - wanted):
+                self.experts.evict(row, expert)
+            for expert in sorted(wanted - present):
+                self.experts.load(row, expert)
+                n_bytes += int(self.expert_bytes[row])
+            self.experts.sync()  # row by row, so that the progress is that of the uploads
+            done += n * int(self.expert_bytes[row])
+            if progress:
+                progress(done / total)
+        self.experts.publish()
+        if n_bytes >= MEASURABLE_BYTES:
+            self.rates.link_bytes = n_bytes / (time.perf_counter() - start)
+
+    def hot_set(self) -> HotSet:
+        """What another run may start with."""
+        self.join()
+        return HotSet(
+            self.experts.states_table() != native.COLD, self.policy.use() if isinstance(self.policy, Warm) else None
+        )
 
     def step(self) -> None:
         """Observes the last decode by its counts and starts moves. What has landed becomes visible."""

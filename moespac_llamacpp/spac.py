@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 from moespac_llamacpp import balancer
 from moespac_llamacpp.planning import Batch, Limits, Move, Table, plan_moves, within
 from moespac_llamacpp.slots import Demand
-from moespac_llamacpp.utility import Estimator, TokenMemory
+from moespac_llamacpp.utility import SEED_WEIGHT, Estimator, TokenMemory
 
 LEVELS = 8
 DEMAND_EVERY = 4  # plans: what tau wants of each layer changes slowly, and costs a sort over all experts
-SEED_WEIGHT = 10.0  # faded tokens that a saved use counts for, half of what a prior can hold
 
 
 class MoeSpac:

@@ -17,6 +17,7 @@ from moespac_llamacpp.planning import Batch, Table
 DECAY = (
     0.955  # per decoded row, half-life 15 rows: best or within a point of it on all traces, whatever the batch width
 )
+SEED_WEIGHT = 10.0  # tokens that a use known from before counts for: about half of what a prior with DECAY can hold
 N_TOKENS_KEPT = 16_384
 N_PAIRS_KEPT = 32_768
 

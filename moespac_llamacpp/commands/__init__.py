@@ -1,0 +1,1 @@
+"""The commands of `moespac`, a file each; cli.py registers them."""
