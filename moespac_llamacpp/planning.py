@@ -97,12 +97,14 @@ class Limits:
     max_moves    over all rows together
     window       seconds in which the link is idle until the plan must have landed, None: not known
     expert_bytes int64 [n_rows], what one upload moves, None: not known
+    late         victims leave before the coming batch, and what is uploaded arrives after it
     """
 
     n_slots: NDArray[np.int32]
     max_moves: int
     window: float | None = None
     expert_bytes: NDArray[np.int64] | None = None
+    late: bool = False
 
 
 class Policy(Protocol):

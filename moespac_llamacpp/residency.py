@@ -282,7 +282,8 @@ class Residency:
         n = max(1, self._plans_left)
         self._plans_left -= 1
         seconds = None if self._bytes_left == np.inf else self._bytes_left / n / self.rates.link_bytes
-        return Limits(self.n_slots, self._moves_left // n, seconds, self.expert_bytes)
+        late = not self._drafting and not self.sync_moves
+        return Limits(self.n_slots, self._moves_left // n, seconds, self.expert_bytes, late)
 
     def _expect(self, tokens: Sequence[int]) -> None:
         self.policy.expect(tokens)

@@ -241,10 +241,10 @@ def replay(
     RuntimeError for a plan that cannot be carried out."""
     n_rows, n_expert = steps[0].batch.counts.shape
     expert_bytes = np.full(n_rows, hardware.expert_bytes, np.int64)
-    limits = Limits(np.full(n_rows, n_slots, np.int32), max_moves, window, expert_bytes)
+    late = landing == "next" and not sync_moves
+    limits = Limits(np.full(n_rows, n_slots, np.int32), max_moves, window, expert_bytes, late)
     resident = np.zeros((n_rows, n_expert), np.bool_)
     resident[:, :n_slots] = True
-    late = landing == "next" and not sync_moves
     ahead: list[policies.Move] = []  # planned while the last batch was decoded
     tally = Tally()
     for n, step in enumerate(steps, start=1):

@@ -13,6 +13,11 @@ from moespac_llamacpp.slots import Demand
 from moespac_llamacpp.utility import SEED_WEIGHT, Estimator, TokenMemory
 
 LEVELS = 8
+#: Where moves are late, a victim is missed by one batch before anything is gained: its place must be worth a batch more, out
+#: of the tokens for which a score is likely to hold (half of what the prior remembers). Without it the public traces' batches
+#: of 4 and 8 take up to 3.2 % more predicted time than LFU, which moves less; with it 0.7 % at most. 8, 15 and 22 were tried
+#: too.
+LATE_HORIZON = 11.0
 DEMAND_EVERY = 4  # plans: what tau wants of each layer changes slowly, and costs a sort over all experts
 
 
@@ -49,10 +54,12 @@ class MoeSpac:
         if self._n_plans % DEMAND_EVERY == 0:
             self._demand = self._demand or Demand(len(score))
             self._demand.observe(score, limits.n_slots)
-        if not self.balanced:
-            return plan_moves(score, resident, limits.n_slots, limits.max_moves, estimator.hysteresis())
-        score, n_bytes = self._balance(score, resident, limits)
-        moves = plan_moves(score, resident, limits.n_slots, limits.max_moves, estimator.hysteresis())
+        n_bytes = np.inf
+        if self.balanced:
+            score, n_bytes = self._balance(score, resident, limits)
+        if limits.late:
+            score = np.where(resident, (1 + estimator.width() / LATE_HORIZON) * score, score)
+        moves = plan_moves(score, resident, limits.n_slots, limits.max_moves, estimator.hysteresis(limits.late))
         return moves if limits.expert_bytes is None else within(moves, limits.expert_bytes, n_bytes)
 
     def _balance(self, score: Table, resident: NDArray[np.bool_], limits: Limits) -> tuple[Table, float]:

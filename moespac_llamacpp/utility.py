@@ -24,7 +24,7 @@ N_PAIRS_KEPT = 32_768
 
 class Estimator(Protocol):
     """score: float64 [n_rows, n_expert]; scale: expected uses in the coming batch for a score of 1; width: tokens of the coming
-    batch; hysteresis: what a swap must gain, in the score's unit."""
+    batch; hysteresis: what a swap must gain, in the score's unit; late: moves land after the batch that they are planned for."""
 
     def observe(self, batch: Batch) -> None: ...
 
@@ -36,7 +36,7 @@ class Estimator(Protocol):
 
     def width(self) -> int: ...
 
-    def hysteresis(self) -> float: ...
+    def hysteresis(self, late: bool = False) -> float: ...
 
 
 class Prior:
@@ -126,7 +126,7 @@ class Integer:
     def width(self) -> int:
         return self._width
 
-    def hysteresis(self) -> float:
+    def hysteresis(self, late: bool = False) -> float:
         return 0.0
 
 
@@ -172,7 +172,7 @@ class Adaptive:
     def width(self) -> int:
         return self._width
 
-    def hysteresis(self) -> float:
+    def hysteresis(self, late: bool = False) -> float:
         return 0.0
 
 
@@ -238,6 +238,7 @@ class TokenMemory:
         decay: float = DECAY,
         swap_gain: float = 0.4,
         prior_gain: float = 0.1,
+        late_gain: float = 0.5,
         margin: float = 0.01,
         n_tokens: int = N_TOKENS_KEPT,
         n_pairs: int = N_PAIRS_KEPT,
@@ -247,7 +248,8 @@ class TokenMemory:
         third of the moves and costs up to 2 % of predicted step time). frequency False: the ablation in which an expert is used
         or not, once a batch."""
         self.prior = Prior(n_rows, n_expert, decay)
-        self.swap_gain, self.prior_gain, self.margin, self.frequency = swap_gain, prior_gain, margin, frequency
+        self.swap_gain, self.prior_gain, self.late_gain = swap_gain, prior_gain, late_gain
+        self.margin, self.frequency = margin, frequency
         self.caps = n_tokens, n_pairs
         self.n_slots = max(1, n_expert // 4)  # for how many experts a row is judged; the policy keeps it up to date
         self.advantage = np.zeros(n_rows)  # fading mean of (memory's hits − prior's hits) / pairs
@@ -290,10 +292,13 @@ class TokenMemory:
     def scale(self) -> float:
         return 1.0 if self._uses_memory() else self._width / max(float(self.prior.n.max(initial=0.0)), 1e-9)
 
-    def hysteresis(self) -> float:
-        """`swap_gain` expected uses with known tokens; without, `prior_gain` fading counts, none for batches of one token."""
+    def hysteresis(self, late: bool = False) -> float:
+        """`swap_gain` expected uses with known tokens; without, `prior_gain` fading counts, none for batches of one token, or
+        `late_gain` for moves that are late."""
         if self._uses_memory():
             return self.swap_gain
+        if late:
+            return self.late_gain
         return self.prior_gain if self._width > 1 else 0.0
 
     def width(self) -> int:

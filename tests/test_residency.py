@@ -207,7 +207,7 @@ def test_without_a_draft_the_thread_does_nothing_that_a_decode_in_flight_forbids
     for _ in range(40):
         residency.plan()
         decode(residency, experts, rng)
-    assert residency.n_moves > 40 and residency.worker_seconds > 0
+    assert residency.n_moves > 20 and residency.worker_seconds > 0
     assert experts.threads == {threading.current_thread().name}
     assert experts.loaders == {"moespac-planner"}
 
