@@ -1,7 +1,7 @@
 """One class for programs: a model pair, loaded, with the calls of llama_cpp.Llama.
 
-    with Moespac("target.gguf", draft_model="draft.gguf", expert_budget="8G") as llm:
-        print(llm.generate("Once upon a time", max_tokens=100))
+with Moespac("target.gguf", draft_model="draft.gguf", expert_budget="8G") as llm:
+    print(llm.generate("Once upon a time", max_tokens=100))
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from llama_cpp.llama_types import (
     CreateCompletionStreamResponse,
 )
 
-from moespac_llamacpp import formats, hub
+from moespac_llamacpp import formats
+from moespac_llamacpp.catalog import HubFile
 from moespac_llamacpp.chat import Spoken, Turn, turn_of
 from moespac_llamacpp.decoder import Decoder, Report, StopText
-from moespac_llamacpp.engine import TINY_MODEL, Options, Progress, open_decoder, silent
+from moespac_llamacpp.engine import TINY_MODEL, Options, Progress, find_device, open_decoder, silent
 from moespac_llamacpp.grammar import from_json_schema
 from moespac_llamacpp.models import ONE_DEVICE, ONE_SEQUENCE, capture_log
 from moespac_llamacpp.sampling import Sampling
@@ -97,7 +98,7 @@ class Moespac:
         )
         stack = ExitStack()
         with stack:
-            self.decoder, notices = open_decoder(self.options, stack, progress)
+            self.decoder, notices = open_decoder(self.options, find_device(self.options.device), stack, progress)
             #: closes everything once, at the latest when the program ends
             self._close = weakref.finalize(self, stack.pop_all().close)
         self.notices: list[str] = list(notices)  # sentences for the user, new ones at the end
@@ -115,19 +116,16 @@ class Moespac:
         *,
         draft_repo_id: str | None = None,
         draft_filename: str | None = None,
-        revision: str | None = None,
-        cache_dir: str | None = None,
         **options: Any,
     ) -> Moespac:
-        """Files of the Hugging Face hub, downloaded unless they are in its cache; filename may have wildcards if one model matches.
+        """Files of the Hugging Face hub, fetched unless they are in its cache; of a split model the first part names all.
 
-        HubError: a file cannot be had; else as the constructor."""
-        path = hub.fetch(repo_id, filename, revision=revision, cache_dir=cache_dir)
+        FetchError: a file cannot be had; else as the constructor."""
         if (draft_repo_id is None) != (draft_filename is None):
             raise ValueError("a draft needs both draft_repo_id and draft_filename")
         if draft_repo_id is not None and draft_filename is not None:
-            options["draft_model"] = hub.fetch(draft_repo_id, draft_filename, cache_dir=cache_dir)
-        return cls(path, **options)
+            options["draft_model"] = _fetch(draft_repo_id, draft_filename)
+        return cls(_fetch(repo_id, filename), **options)
 
     def close(self) -> None:
         """Frees everything. A second call does nothing; streams that are left raise RuntimeError."""
@@ -193,11 +191,13 @@ class Moespac:
     def _prompt(self, prompt: str | Sequence[Any], values: Mapping[str, Any]) -> tuple[str, list[int]]:
         """(the prompt's text, "" if tokens were given; its tokens)."""
         model = self._open().context.model
-        if not isinstance(prompt, str):
-            if not prompt or not isinstance(prompt[0], Mapping):
-                return "", [int(token) for token in prompt]
-            prompt = model.chat_prompt(_plain_messages(prompt), **values)
-        return prompt, self._spoken.tokenize(model, prompt)
+        if isinstance(prompt, str):
+            text = prompt
+        elif prompt and isinstance(prompt[0], Mapping):
+            text = model.chat_prompt(_plain_messages(list(prompt)), **values)
+        else:
+            return "", [int(token) for token in prompt]
+        return text, self._spoken.tokenize(model, text)
 
     def _pieces(
         self,
@@ -302,7 +302,7 @@ class Moespac:
         grammar: Grammar = None,
         logit_bias: Mapping[int, float] | None = None,
     ) -> CreateCompletionResponse | Iterator[CreateCompletionStreamResponse]:
-        """The text after a prompt, as llama_cpp.Llama.create_completion gives it; max_tokens None or ≤ 0: until the context is full.
+        """The text after a prompt, as llama_cpp.Llama gives it. max_tokens None or ≤ 0: until the context is full.
 
         mirostat, Python callbacks and infilling have no law that drafts could be accepted by: ValueError. tfs_z, mirostat_tau and
         mirostat_eta have no effect, as upstream."""
@@ -328,7 +328,13 @@ class Moespac:
     __call__ = create_completion
 
     def _completion(
-        self, head: formats.Head, text: str, prompt: list[int], pieces: Generator[Piece, None, None], echo: bool, logs: bool
+        self,
+        head: formats.Head,
+        text: str,
+        prompt: list[int],
+        pieces: Generator[Piece, None, None],
+        echo: bool,
+        logs: bool,
     ) -> Generator[CreateCompletionResponse, None, None]:
         """Chunks: the prompt if it is wanted, a piece each, and the end."""
         decoder = self._open()
@@ -403,8 +409,8 @@ class Moespac:
     ) -> CreateChatCompletionResponse | Iterator[CreateChatCompletionStreamResponse]:
         """The answer to messages, as llama_cpp.Llama.create_chat_completion gives it, in the GGUF's own template.
 
-        tools reach the template; tool_choice {"type": "function", …} and "required" constrain the answer to a call, with "auto" calls
-        are found in it (tools.py). chat_template_kwargs: values that the template may look at, such as enable_thinking."""
+        tools reach the template; tool_choice {"type": "function", …} and "required" constrain the answer to a call, with "auto"
+        calls are found in it (tools.py). chat_template_kwargs: values that the template may look at, such as enable_thinking."""
         _refuse(mirostat_mode=mirostat_mode, logits_processor=logits_processor)
         if functions is not None:  # the older names
             tools = [{"type": "function", "function": function} for function in functions]
@@ -468,6 +474,14 @@ class Moespac:
         )
 
 
+def _fetch(repo_id: str, filename: str) -> Path:
+    from moespac_llamacpp.fetch import fetch
+
+    file = HubFile(repo_id, filename)
+    first, *_ = [fetch(file, name) for name in file.parts]
+    return first
+
+
 def _gbnf(grammar: Grammar) -> str | None:
     return grammar if grammar is None or isinstance(grammar, str) else str(grammar._grammar)
 
@@ -484,7 +498,9 @@ def _bias(logit_bias: Mapping[Any, float] | None) -> dict[int, float]:
 def _refuse(**given: object) -> None:
     for name, value in given.items():
         if value:
-            raise ValueError(f"{name} is not supported: drafted tokens are accepted by the law of a fixed sampler chain")
+            raise ValueError(
+                f"{name} is not supported: drafted tokens are accepted by the law of a fixed sampler chain"
+            )
 
 
 def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -50,7 +50,9 @@ class Report:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of `tokens`, natural, the target's own; if asked for
     top_logprobs: list[Top] = field(default_factory=list)  # of the places of `tokens`; if asked for
-    prompt_logprobs: list[float] = field(default_factory=list)  # of all tokens of the prompt but the first; if asked for
+    prompt_logprobs: list[float] = field(
+        default_factory=list
+    )  # of all tokens of the prompt but the first; if asked for
     prompt_top_logprobs: list[Top] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)  # sentences for the user, each said once per decoder
 
@@ -181,8 +183,8 @@ class Decoder:
     ) -> Generator[int, None, None]:
         """Yields the tokens after the prompt, which is the whole text so far; `self.report` is this run's.
 
-        logprobs: record the tokens' log-probabilities, and the n_top likeliest of each place. prompt_logprobs: those of the prompt's
-        tokens too, for which all of it is evaluated.
+        logprobs: record the tokens' log-probabilities, and the n_top likeliest of each place. prompt_logprobs: those of the
+        prompt's tokens too, for which all of it is evaluated.
         ValueError: the prompt is empty or longer than the context. RuntimeError: another text has been started meanwhile."""
         context, report = self.context, Report(n_prompt=len(prompt))
         self.report = report

@@ -6,15 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from moespac_llamacpp import native
+from moespac_llamacpp.commands.engine import EngineOptions, open_residency
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import Drafter, GgufDraft, NgramDraft, NoDraft
-from moespac_llamacpp.memory import parse_bytes, slots_for_bytes, slots_for_share
+from moespac_llamacpp.memory import parse_bytes
 from moespac_llamacpp.models import Context, Model
 from moespac_llamacpp.options import context_fields, tensor_overrides
-from moespac_llamacpp.policies import make as make_policy
-from moespac_llamacpp.residency import Residency, block_sizes
+from moespac_llamacpp.plan import Plan, Wishes
+from moespac_llamacpp.planner import Pair, plan_pair
+from moespac_llamacpp.policies import NAMES as POLICIES
 from moespac_llamacpp.sampling import Sampling
 from moespac_llamacpp.telemetry import Telemetry
 
@@ -40,7 +43,7 @@ class Options:
     draft: str | None = None  # "model", "ngram" or "none"; None: the draft model if there is one
     draft_max: int = 8
     draft_fixed: bool = False
-    n_ctx: int = 0  # 0: as trained
+    n_ctx: int = 0  # 0: as trained, or less where that would take the slots' room
     n_batch: int = 2048
     n_ubatch: int = 512
     n_threads: int | None = None  # None: all cores
@@ -48,9 +51,16 @@ class Options:
     n_gpu_layers: int = -1  # layers whose tensors, without the experts, go to the GPU; -1: all
     n_gpu_layers_draft: int = -1
     device: str | None = None  # of the slots; None: the first GPU, else the CPU once more
-    cache_share: float = 0.25  # of each layer's experts with a slot
+    cache_share: float | None = None  # of each layer's experts with a slot
     expert_budget: str | int | None = None  # bytes for slots, such as "8G"; instead of cache_share
+    vram: str | int | None = (
+        None  # bytes for everything on the device, instead of both; None: what is free, but a reserve
+    )
     policy: str = "moe-spac"
+    frequency: bool = True  # this and the next two: switches of the policy (policies.make, Residency)
+    balancer: bool = True
+    sync_moves: bool = False
+    hot_set: bool = False  # start with the experts that the last run left, and leave them for the next one
     flash_attn: str | None = None  # on, off, auto
     cache_type_k: str | None = None
     cache_type_v: str | None = None
@@ -73,17 +83,19 @@ def find_device(name: str | None) -> native.Device:
     raise ValueError(f"there is no device {name!r}; there are {', '.join(d.name for d in devices)}")
 
 
-def open_decoder(options: Options, stack: ExitStack, progress: Progress = silent) -> tuple[Decoder, list[str]]:
-    """(a decoder, sentences for the user). Everything is closed with the stack.
+def open_decoder(
+    options: Options, device: native.Device, stack: ExitStack, progress: Progress = silent
+) -> tuple[Decoder, list[str]]:
+    """(a decoder, sentences for the user). All sizes are those of the memory plan. Everything is closed with the stack.
 
     LoadError, MoeError, TelemetryError, ValueError: the text is the sentence for the user."""
+    if options.policy not in POLICIES:
+        raise ValueError(f"there is no policy {options.policy!r}; there are {', '.join(POLICIES)}")
     telemetry = stack.enter_context(Telemetry(options.telemetry)) if options.telemetry else None
-    device = find_device(options.device)
     overrides = tensor_overrides(options.override_tensor)
     fields = context_fields(options.flash_attn, options.cache_type_k, options.cache_type_v)
-    if options.n_threads_batch:
-        fields["n_threads_batch"] = options.n_threads_batch
     kind = draft_kind(options)
+    plan = _plan(options, kind, device)
     with progress(f"loading {options.model.name}") as report:
         target = Model(
             options.model,
@@ -95,22 +107,18 @@ def open_decoder(options: Options, stack: ExitStack, progress: Progress = silent
     stack.enter_context(target)
     if kind != "none" and target.is_recurrent:
         fields["n_rs_seq"] = options.draft_max  # so many tokens can be taken back, where the architecture can at all
-    context = Context(
-        target,
-        n_ctx=options.n_ctx,
-        n_batch=options.n_batch,
-        n_ubatch=options.n_ubatch,
-        n_threads=options.n_threads,
-        device=device,
-        params=fields,
-    )
-    stack.enter_context(context)
-    notices = []
+    context = stack.enter_context(_context(options, target, plan, device, fields))
+    notices = list(plan.notes)
     if kind != "none" and not context.can_roll_back:
-        notices.append(f"{target.path}: its recurrent state cannot roll back rejected drafts: it generates without a draft")
+        notices.append(
+            f"{target.path}: its recurrent state cannot roll back rejected drafts: it generates without a draft"
+        )
         kind = "none"
-    drafter = _open_drafter(options, kind, context, stack, progress)
-    residency = _place(options, context, progress)
+    drafter = _open_drafter(options, kind, context, device, stack, progress)
+    assert context.experts is not None
+    context.experts.set_slots(plan.slots)
+    placement = EngineOptions(options.policy, options.frequency, options.balancer, options.sync_moves, options.hot_set)
+    residency = stack.enter_context(open_residency(context, placement, progress))
     decoder = Decoder(
         context,
         residency,
@@ -124,7 +132,34 @@ def open_decoder(options: Options, stack: ExitStack, progress: Progress = silent
         telemetry=telemetry,
     )
     stack.callback(decoder.close)
-    return decoder, [*notices, *warnings(residency.experts, device)]
+    return decoder, [*notices, *warnings(context.experts, device)]
+
+
+def _plan(options: Options, kind: str, device: native.Device) -> Plan:
+    draft = draft_path(options) if kind == "model" else None
+    pair = Pair(options.model, draft, options.n_gpu_layers_draft, options.n_ctx, options.draft_max)
+    wishes = Wishes(size_of(options.vram), size_of(options.expert_budget), options.cache_share)
+    return plan_pair(pair, device, wishes)
+
+
+def size_of(size: str | int | None) -> int | None:
+    """ValueError: not a size."""
+    return parse_bytes(size) if isinstance(size, str) else size
+
+
+def _context(options: Options, target: Model, plan: Plan, device: native.Device, fields: dict[str, Any]) -> Context:
+    if options.n_threads_batch:
+        fields["n_threads_batch"] = options.n_threads_batch
+    return Context(
+        target,
+        n_ctx=plan.target.n_ctx,
+        n_batch=options.n_batch,
+        n_ubatch=options.n_ubatch,
+        n_threads=options.n_threads,
+        device=device,
+        perf=True,
+        params=fields,
+    )
 
 
 def draft_kind(options: Options) -> str:
@@ -144,7 +179,9 @@ def draft_path(options: Options) -> Path | None:
     return options.draft_model
 
 
-def _open_drafter(options: Options, kind: str, context: Context, stack: ExitStack, progress: Progress) -> Drafter:
+def _open_drafter(
+    options: Options, kind: str, context: Context, device: native.Device, stack: ExitStack, progress: Progress
+) -> Drafter:
     if kind == "ngram":
         return NgramDraft()
     if kind == "none":
@@ -152,34 +189,13 @@ def _open_drafter(options: Options, kind: str, context: Context, stack: ExitStac
     path = draft_path(options)
     assert path is not None
     with progress(f"loading {path.name}") as report:
-        draft = Model(path, n_gpu_layers=options.n_gpu_layers_draft, progress=report)
+        draft = Model(path, experts_device=device, n_gpu_layers=options.n_gpu_layers_draft, progress=report)
     stack.enter_context(draft)
     n_ctx = min(context.n_ctx, draft.n_ctx_train) if draft.n_ctx_train else context.n_ctx
     fields = {"n_rs_seq": options.draft_max} if draft.is_recurrent else {}
     own = Context(draft, n_ctx=n_ctx, n_threads=context.n_threads, attach=False, params=fields)
     stack.enter_context(own)
     return GgufDraft(own, context.model, context_shift=options.context_shift)
-
-
-def _place(options: Options, context: Context, progress: Progress) -> Residency:
-    """Slots as the budget says, filled with the first experts of each layer: none is empty before anything is known."""
-    experts = context.experts
-    assert experts is not None
-    sizes, budget = block_sizes(experts), options.expert_budget
-    if budget is None:
-        slots = slots_for_share(sizes, options.cache_share)
-    else:
-        slots = slots_for_bytes(sizes, parse_bytes(budget) if isinstance(budget, str) else budget)
-    experts.set_slots(slots)
-    residency = Residency(experts, make_policy(options.policy, experts.n_rows, experts.n_expert))
-    with progress("uploading experts") as report:
-        for i, n in enumerate(residency.n_slots):
-            for expert in range(n):
-                experts.load(i, expert)
-            report(i / len(residency.n_slots))
-        experts.sync()
-        experts.publish()
-    return residency
 
 
 def warnings(experts: native.Experts, device: native.Device) -> Sequence[str]:

@@ -72,7 +72,9 @@ def from_json_schema(schema: str | dict[str, Any]) -> str:
     try:
         return _strict(llama_grammar.json_schema_to_gbnf(text))
     except Exception as error:  # the converter raises whatever its lookups raise
-        raise GrammarError(f"the JSON schema cannot be turned into a grammar: {type(error).__name__}: {error}") from error
+        raise GrammarError(
+            f"the JSON schema cannot be turned into a grammar: {type(error).__name__}: {error}"
+        ) from error
 
 
 def read_grammar(path: Path) -> str:

@@ -203,9 +203,7 @@ class Model:
     @property
     def is_recurrent(self) -> bool:
         """Has it layers with recurrent state, which forgets single tokens only by way of snapshots?"""
-        return bool(
-            llama_cpp.llama_model_is_recurrent(self.pointer) or llama_cpp.llama_model_is_hybrid(self.pointer)
-        )
+        return bool(llama_cpp.llama_model_is_recurrent(self.pointer) or llama_cpp.llama_model_is_hybrid(self.pointer))
 
     @property
     def splices(self) -> bool:

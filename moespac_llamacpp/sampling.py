@@ -85,8 +85,8 @@ class Sampler:
     def __init__(
         self, sampling: Sampling, n_vocab: int, *, rng: np.random.Generator | None = None, grammar: Any = None
     ) -> None:
-        """rng: shared with another sampler; None: its own, from the seed. grammar: a llama_sampler that removes the tokens that do
-        not go on with it (grammar.compile_grammar), owned from now on."""
+        """rng: shared with another sampler; None: its own, from the seed. grammar: a llama_sampler that removes the tokens that
+        do not go on with it (grammar.compile_grammar), owned from now on."""
         self.sampling = sampling
         self.n_vocab = n_vocab
         seed = int.from_bytes(os.urandom(8), "little") if sampling.seed is None else sampling.seed & (2**64 - 1)
@@ -230,9 +230,7 @@ class Sampler:
             return self._shortlist.edge(logits, n + 1) + log(s.min_p) - 1e-3
         return -np.inf
 
-    def _candidates_from(
-        self, logits: NDArray[np.float32], edge: float, changed: NDArray[np.int64]
-    ) -> NDArray[Any]:
+    def _candidates_from(self, logits: NDArray[np.float32], edge: float, changed: NDArray[np.int64]) -> NDArray[Any]:
         """Candidates whose logits reach the edge, and all whose logits will change."""
         if edge == -np.inf:
             candidates = self._candidates[: len(logits)]

@@ -1,7 +1,7 @@
 """Tools in chats: what a request may ask for, the grammar that it then needs, and the calls that an answer holds.
 
-Which way a model writes a call is its own. Here the form `<tool_call>{"name": …, "arguments": …}</tool_call>` is read (Hermes, Qwen);
-an answer in another form stays text. Calls that the request demands are constrained by a grammar, and do not depend on a form.
+Which way a model writes a call is its own. Here `<tool_call>{"name": …, "arguments": …}</tool_call>` is read (Hermes, Qwen); an
+answer in another form stays text. Calls that the request demands are constrained by a grammar, and do not depend on a form.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def _find(tools: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
     for tool in tools:
         if tool["function"]["name"] == name:
             return tool
-    raise ValueError(f"tool_choice asks for {name!r}, but the tools are {', '.join(t['function']['name'] for t in tools)}")
+    raise ValueError(
+        f"tool_choice asks for {name!r}, but the tools are {', '.join(t['function']['name'] for t in tools)}"
+    )
 
 
 def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +85,11 @@ def format_grammar(response_format: Mapping[str, Any] | None) -> str | None:
 
 def call(name: str, arguments: str) -> dict[str, Any]:
     """A tool call as OpenAI's clients read it. arguments: JSON."""
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def read_calls(text: str, wanted: Demand) -> tuple[str | None, list[dict[str, Any]]]:
@@ -96,7 +102,7 @@ def read_calls(text: str, wanted: Demand) -> tuple[str | None, list[dict[str, An
     if not wanted.listens or START not in text:
         return text, []
     before, *rest = text.split(START)
-    calls = []
+    calls: list[dict[str, Any]] = []
     for i, part in enumerate(rest):
         body, _, after = part.partition(END)
         parsed = _parse(body)

@@ -2,8 +2,8 @@
 
     python scripts/bench_sampling.py [N_VOCAB]
 
-Logits are random with the tail of a real model's: one clear favourite among some hundred plausible tokens. A step has 3 drafts that
-are all accepted, so that all 4 positions are looked at.
+Logits are random with the tail of a real model's: one clear favourite among some hundred plausible tokens. A step has 3 drafts
+that are all accepted, so that all 4 positions are looked at.
 """
 
 from __future__ import annotations

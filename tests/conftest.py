@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 GAUGES = ("alloc_now", "pinned_now", "queued_now", "instances_now", "waiting_now")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The user's own cache is left alone: hot sets of the tests are kept here."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
 @pytest.fixture(scope="session")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where families.cached_model keeps the models of this session."""

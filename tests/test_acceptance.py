@@ -345,7 +345,7 @@ def test_log_probabilities_are_those_of_the_bare_logits() -> None:
 
 
 def test_where_nothing_is_allowed_the_text_ends() -> None:
-    sampling = Sampling(temperature=1, logit_bias={t: -np.inf for t in range(N_VOCAB)})
+    sampling = Sampling(temperature=1, logit_bias=dict.fromkeys(range(N_VOCAB), -np.inf))
     with Sampler(sampling, N_VOCAB) as sampler:
         logits = np.zeros((3, N_VOCAB), np.float32)
         assert len(sampler.law(logits[0]).ids) == 0

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from moespac_llamacpp import native
-from moespac_llamacpp.cli import DraftKind, DraftOptions, session
+from moespac_llamacpp.commands.options import LoadOptions
+from moespac_llamacpp.commands.session import session
 from moespac_llamacpp.draft import DraftError
 from moespac_llamacpp.machine import host_memory
 from moespac_llamacpp.models import Context, LoadError, Model, recorded_log
@@ -114,13 +115,10 @@ def test_a_containers_limit_counts_and_its_page_cache_does_not(tmp_path: Path) -
 # --- against what is allocated ---------------------------------------------------------------------------------------------
 
 
-def drafting(n_gpu_layers: int = -1) -> DraftOptions:
-    return DraftOptions(DraftKind.model, DRAFT, 4, fixed=True, n_gpu_layers=n_gpu_layers)
-
-
 def test_the_slots_are_those_of_the_plan_and_take_what_it_says() -> None:
     device = native.cpu_device()
-    with session(TARGET, "CPU", 0, 1, None, None, "moe-spac", drafting(), vram="4M") as decoder:
+    load = LoadOptions(TARGET, threads=1, device="CPU", vram="4M", draft_model=DRAFT, draft_max=4, draft_fixed=True)
+    with session(load) as decoder:
         plan = plan_pair(Pair(TARGET, DRAFT, draft_max=4), device, Wishes(vram=4 * MIB))
         assert decoder.context.experts is not None
         rows = decoder.context.experts.rows()

@@ -1,0 +1,5 @@
+from moespac_llamacpp.commands.options import *
+
+
+def serve_command():
+    pass
