@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +102,9 @@ class Moespac:
             #: closes everything once, at the latest when the program ends
             self._close = weakref.finalize(self, stack.pop_all().close)
         self.notices: list[str] = list(notices)  # sentences for the user, new ones at the end
+        #: called before each token and between the pieces of a prompt; what it raises ends the text
+        self.on_step: Callable[[], None] | None = None
+        self.decoder.on_prompt = lambda done, total: self._check()
         self.verbose = verbose
         self.model_path = str(self.options.model)
         self._lock = threading.RLock()
@@ -141,6 +144,10 @@ class Moespac:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    def _check(self) -> None:
+        if self.on_step:
+            self.on_step()
 
     def _open(self) -> Decoder:
         if self.closed:
@@ -193,10 +200,11 @@ class Moespac:
         model = self._open().context.model
         if isinstance(prompt, str):
             text = prompt
-        elif prompt and isinstance(prompt[0], Mapping):
-            text = model.chat_prompt(_plain_messages(list(prompt)), **values)
         else:
-            return "", [int(token) for token in prompt]
+            parts: list[Any] = list(prompt)
+            if not parts or not isinstance(parts[0], Mapping):
+                return "", [int(token) for token in parts]
+            text = model.chat_prompt(_plain_messages(parts), **values)
         return text, self._spoken.tokenize(model, text)
 
     def _pieces(
@@ -227,6 +235,7 @@ class Moespac:
             )
         try:
             while True:
+                self._check()
                 with self._lock:  # the whole step, if another thread wants to start a text
                     token = next(tokens, None)
                     report = decoder.report
@@ -440,26 +449,26 @@ class Moespac:
     def _chat_chunks(
         self, head: formats.Head, pieces: Generator[Piece, None, None], wanted: Demand, logs: bool
     ) -> Generator[CreateChatCompletionStreamResponse, None, None]:
-        """Text as it comes; from where a tool call starts, the calls at the end."""
-        yield formats.chat_chunk(head, {"role": "assistant"})
+        """The role with the first token; text as it comes; from where a tool call starts, the calls at the end."""
         finder = StopText([START] if wanted.listens else [])
-        held = "" if wanted.forced is None and not wanted.any_call else START  # what may be a call
-        text = ""
+        in_call = wanted.forced is not None or wanted.any_call
+        text, started = "", False
         with closing(pieces):
             for piece in pieces:
+                if not started:
+                    started = True
+                    yield formats.chat_chunk(head, {"role": "assistant"})
                 text += piece.text
                 log = self._chat_logs(piece.first, piece.last) if logs else None
-                if held:
-                    continue
-                sure, found = finder.feed(piece.text.encode())
-                held = START if found else ""
+                sure, found = (b"", False) if in_call else finder.feed(piece.text.encode())
+                in_call |= found
                 if sure or log is not None:
                     yield formats.chat_chunk(head, {"content": sure.decode()}, log)
         calls: list[dict[str, Any]] = []
-        if held:
+        if in_call:
             plain, calls = read_calls(text, wanted)
             if not calls and plain:  # no call after all
-                yield formats.chat_chunk(head, {"content": text[text.find(START) if wanted.listens else 0 :]})
+                yield formats.chat_chunk(head, {"content": text[max(0, text.find(START)) :]})
             for delta in formats.call_deltas(calls):
                 yield formats.chat_chunk(head, delta)
         elif rest := finder.rest():
