@@ -414,6 +414,7 @@ class Experts:
         params.perf = perf
         self._ctx = ctypes.cast(ctx, _void_p)
         self._callback_error: BaseException | None = None
+        self.n_perf_resets = 0  # whoever takes differences of counters has to know
         _check(_f["llama_moe_attach"](self._ctx, params))
         self.n_rows = int(_f["llama_moe_n_rows"](self._ctx))
         self.n_expert = int(_f["llama_moe_n_expert"](self._ctx))
@@ -550,6 +551,7 @@ class Experts:
     def reset_perf(self, times: bool = False) -> None:
         """Counters to zero; `times`: take times from now on."""
         _check(_f["llama_moe_perf_reset"](self._ctx, times))
+        self.n_perf_resets += 1
 
     def graph_stats(self) -> tuple[int, int]:
         """(decodes that found their graph ready, decodes that built one) since attach."""

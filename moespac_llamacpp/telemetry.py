@@ -11,7 +11,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
 
 from moespac_llamacpp import native
 
@@ -51,12 +50,12 @@ class Telemetry:
         """TelemetryError: the file cannot be written."""
         self.path = Path(path)
         try:
-            self._file: TextIO = self.path.open("a", encoding="utf-8", buffering=1)
+            self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise TelemetryError(f"{self.path}: telemetry cannot be written: {error.strerror}") from error
         self._start = time.perf_counter()
         self._n_records = 0
-        self._perf = native.Perf()
+        self._perf, self._n_resets = native.Perf(), 0
 
     def record(self, step: Step, experts: native.Experts | None) -> None:
         """TelemetryError: the disk is full."""
@@ -70,15 +69,15 @@ class Telemetry:
                 values["resident"] = placement(experts)
         self._n_records += 1
         try:
-            self._file.write(json.dumps(values) + "\n")
+            self._file.write(json.dumps(values).encode() + b"\n")
         except OSError as error:
             raise TelemetryError(f"{self.path}: telemetry cannot be written: {error.strerror}") from error
 
     def _moves(self, experts: native.Experts) -> dict[str, int]:
         now, before = experts.perf_total(), self._perf
-        self._perf = now
-        if now.n_calls < before.n_calls or now.n_loads < before.n_loads:  # somebody has set the counters to zero
+        if self._n_resets != experts.n_perf_resets:
             before = native.Perf()
+        self._perf, self._n_resets = now, experts.n_perf_resets
         names = ("n_hot_pairs", "n_cold_pairs", "n_hot_experts", "n_cold_experts", "n_loads", "n_load_bytes")
         return {name: getattr(now, name) - getattr(before, name) for name in names}
 

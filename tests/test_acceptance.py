@@ -153,14 +153,15 @@ def test_acceptance_is_the_overlap_of_the_two_laws() -> None:
 
 
 class Upstream:
-    """llama.cpp's chain as one piece, put together here, over all tokens."""
+    """llama.cpp's chain as one piece, put together here, over all tokens. more: samplers after the penalties."""
 
-    def __init__(self, s: Sampling, n_vocab: int) -> None:
+    def __init__(self, s: Sampling, n_vocab: int, more: Sequence[object] = ()) -> None:
         init = llama_cpp.llama_sampler_init_penalties
         parts = [init(n_vocab, s.penalty_last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty)]
         if s.logit_bias:
             bias = (llama_cpp.llama_logit_bias * len(s.logit_bias))(*s.logit_bias.items())
             parts.insert(0, llama_cpp.llama_sampler_init_logit_bias(n_vocab, len(bias), bias))
+        parts += more
         if not s.greedy:
             parts += [
                 llama_cpp.llama_sampler_init_top_k(s.top_k),
