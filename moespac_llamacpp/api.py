@@ -67,6 +67,17 @@ class Piece:
     last: int
 
 
+class _Watch:
+    """Somebody who may end a text. Apart from Moespac, since what the decoder holds would keep that alive."""
+
+    def __init__(self) -> None:
+        self.on_step: Callable[[], None] | None = None
+
+    def look(self) -> None:
+        if self.on_step:
+            self.on_step()
+
+
 class Moespac:
     """A target model, its draft and its placement of experts. One text at a time: calls from several threads take turns, and a
     stream that was left for another call raises RuntimeError. Close it, or use it in a `with`."""
@@ -102,9 +113,8 @@ class Moespac:
             #: closes everything once, at the latest when the program ends
             self._close = weakref.finalize(self, stack.pop_all().close)
         self.notices: list[str] = list(notices)  # sentences for the user, new ones at the end
-        #: called before each token and between the pieces of a prompt; what it raises ends the text
-        self.on_step: Callable[[], None] | None = None
-        self.decoder.on_prompt = lambda done, total: self._check()
+        self._watch = watch = _Watch()
+        self.decoder.on_prompt = lambda done, total: watch.look()
         self.verbose = verbose
         self.model_path = str(self.options.model)
         self._lock = threading.RLock()
@@ -145,9 +155,14 @@ class Moespac:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _check(self) -> None:
-        if self.on_step:
-            self.on_step()
+    @property
+    def on_step(self) -> Callable[[], None] | None:
+        """Called before each token and between the pieces of a prompt; what it raises ends the text."""
+        return self._watch.on_step
+
+    @on_step.setter
+    def on_step(self, call: Callable[[], None] | None) -> None:
+        self._watch.on_step = call
 
     def _open(self) -> Decoder:
         if self.closed:
@@ -235,7 +250,7 @@ class Moespac:
             )
         try:
             while True:
-                self._check()
+                self._watch.look()
                 with self._lock:  # the whole step, if another thread wants to start a text
                     token = next(tokens, None)
                     report = decoder.report
