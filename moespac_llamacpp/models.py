@@ -93,6 +93,11 @@ class Message(TypedDict):
     content: str
 
 
+#: More than one text or device at a time is refused in these words.
+ONE_SEQUENCE = "one text at a time is generated with a model: requests wait for each other, and n_parallel is 1"
+ONE_DEVICE = "a model runs on one device and the CPU, not on several: choose the device with `device`"
+
+
 class _BuftOverride(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p))
 
@@ -106,6 +111,7 @@ class Model:
         *,
         experts_device: native.Device | None = None,
         n_gpu_layers: int = -1,
+        overrides: Sequence[tuple[str, int]] = (),
         progress: Callable[[float], None] | None = None,
         dry: bool = False,
     ) -> None:
@@ -113,6 +119,7 @@ class Model:
 
         n_gpu_layers: layers whose other tensors go to the GPU, -1 for all (meaningless without one).
         A GPU as experts_device is the only one that is used.
+        overrides: (regular expression, buffer type) of tensors that go elsewhere; they come before the rule for experts.
         progress: called with 0 … 1 while tensors are read.
         dry: reads and allocates no weights; contexts of such a model tell their sizes, but decode nothing.
         LoadError: the file is missing, unreadable, damaged, or of an unknown architecture.
@@ -135,8 +142,9 @@ class Model:
         if device.kind in ("gpu", "igpu"):
             params.devices = ctypes.cast(devices, ctypes.c_void_p)
         buft = host or native.cpu_device().buffer_type
-        overrides = (_BuftOverride * 2)(_BuftOverride(EXPERT_TENSORS.encode(), buft), _BuftOverride(None, None))
-        params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+        rules = [*overrides, (EXPERT_TENSORS, buft)]
+        table = (_BuftOverride * (len(rules) + 1))(*[_BuftOverride(pattern.encode(), to) for pattern, to in rules])
+        params.tensor_buft_overrides = ctypes.cast(table, ctypes.c_void_p)
 
         @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
         def report(fraction: float, _: object) -> bool:
@@ -193,20 +201,26 @@ class Model:
         return bool(llama_cpp.llama_vocab_is_eog(self.vocab, token))
 
     @property
+    def is_recurrent(self) -> bool:
+        """Has it layers with recurrent state, which forgets single tokens only by way of snapshots?"""
+        return bool(llama_cpp.llama_model_is_recurrent(self.pointer) or llama_cpp.llama_model_is_hybrid(self.pointer))
+
+    @property
     def splices(self) -> bool:
         """May the tokens of two texts be joined? Other tokenizers than BPE put a space before what they are given."""
         return int(llama_cpp.llama_vocab_type(self.vocab)) == _VOCAB_BPE
 
-    def chat_prompt(self, messages: str | Sequence[Message]) -> str:
+    def chat_prompt(self, messages: str | Sequence[Message], **values: Any) -> str:
         """Messages in the model's chat template, up to where the answer starts; a str is the user's only message.
 
-        The bare messages, a line each, if the file has no template. ValueError: the template refuses them."""
+        values: what else the template may look at, such as tools or enable_thinking. The bare messages, a line each, if the file
+        has no template. ValueError: the template refuses them."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if self._formatter is None:
             return "\n".join(message["content"] for message in messages)
         try:
-            return str(self._formatter(messages=list(messages)).prompt)
+            return str(self._formatter(messages=list(messages), **values).prompt)
         except Exception as error:  # a template is a program: it may fail in any way
             raise ValueError(f"{self.path}: its chat template fails for these messages: {error}") from error
 
@@ -325,10 +339,7 @@ class Context:
     @property
     def can_roll_back(self) -> bool:
         """Can single tokens be forgotten? Recurrent state cannot, unless snapshots of it are kept."""
-        recurrent = llama_cpp.llama_model_is_recurrent(self.model.pointer) or llama_cpp.llama_model_is_hybrid(
-            self.model.pointer
-        )
-        return not recurrent or self.n_snapshots > 0
+        return not self.model.is_recurrent or self.n_snapshots > 0
 
     @property
     def n_snapshots(self) -> int:
@@ -340,6 +351,21 @@ class Context:
         if not llama_cpp.llama_memory_seq_rm(self._memory, 0, n_past, -1):
             return False
         self.n_past = n_past
+        return True
+
+    @property
+    def can_shift(self) -> bool:
+        """Can tokens in the midst be forgotten? Upstream aborts where this is not asked first."""
+        return bool(llama_cpp.llama_memory_can_shift(self._memory))
+
+    def shift(self, n_keep: int, n_discard: int) -> bool:
+        """Forgets n_discard tokens after the first n_keep and moves the later ones up; False if this model's memory cannot.
+
+        What stays has seen what goes: it is not what evaluating the shorter text would give."""
+        if not self.can_shift or not llama_cpp.llama_memory_seq_rm(self._memory, 0, n_keep, n_keep + n_discard):
+            return False
+        llama_cpp.llama_memory_seq_add(self._memory, 0, n_keep + n_discard, self.n_past, -n_discard)
+        self.n_past -= n_discard
         return True
 
     def clear(self) -> None:

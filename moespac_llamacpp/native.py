@@ -449,6 +449,8 @@ class Experts:
         params.perf = perf
         self._ctx = ctypes.cast(ctx, _void_p)
         self._callback_error: BaseException | None = None
+        self._takes_times = perf
+        self.n_perf_resets = 0  # whoever takes differences of counters has to know
         _check(_f["llama_moe_attach"](self._ctx, params))
         self.n_rows = int(_f["llama_moe_n_rows"](self._ctx))
         self.n_expert = int(_f["llama_moe_n_expert"](self._ctx))
@@ -604,9 +606,11 @@ class Experts:
         """Sum over the rows."""
         return sum((self.perf(r.row) for r in self.rows()), Perf())
 
-    def reset_perf(self, times: bool = False) -> None:
-        """Counters to zero; `times`: take times from now on."""
-        _check(_f["llama_moe_perf_reset"](self._ctx, times))
+    def reset_perf(self, times: bool | None = None) -> None:
+        """Counters to zero; `times`: take times from now on, or not; None: as before."""
+        self._takes_times = self._takes_times if times is None else times
+        _check(_f["llama_moe_perf_reset"](self._ctx, self._takes_times))
+        self.n_perf_resets += 1
 
     def graph_stats(self) -> tuple[int, int]:
         """(decodes that found their graph ready, decodes that built one) since attach."""

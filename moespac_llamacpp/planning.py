@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +14,7 @@ from numpy.typing import NDArray
 Table = NDArray[np.float64]  # [n_rows, n_expert]
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """Upload `expert` of `row`; `victim` leaves first, None if a slot is free."""
 
     row: int
@@ -33,6 +33,8 @@ class Batch:
     accepted bool  [n_tokens]           the token became part of the text (None: all did)
     ids      int   [n_tokens, n_rows, k] in router rank order; negative or >= n_expert: not recorded
     starts                              the context was empty before this batch: a new sequence begins
+    seen     int   [n_rows]             of how many tokens the choices are known: most models compute their last layer only
+                                        for tokens with logits (None: of all that were decoded, where a row has counts)
     """
 
     counts: NDArray[np.int32]
@@ -41,6 +43,7 @@ class Batch:
     accepted: NDArray[np.bool_] | None = None
     ids: NDArray[np.signedinteger[Any]] | None = None
     starts: bool = False
+    seen: NDArray[np.signedinteger[Any]] | None = None
 
     @staticmethod
     def from_ids(
@@ -67,7 +70,13 @@ class Batch:
             None if accepted is None else np.asarray(accepted, np.bool_),
             wide,
             starts,
+            (wide[:, :, 0] < n_expert).sum(axis=0),
         )
+
+    @cached_property
+    def n_seen(self) -> NDArray[np.signedinteger[Any]]:
+        """[n_rows]: `seen`, or what can be told of it."""
+        return np.where(self.counts.any(axis=1), self.n_tokens, 0) if self.seen is None else self.seen
 
     @property
     def last_accepted(self) -> int | None:
@@ -82,11 +91,20 @@ class Batch:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan must keep to. n_slots: int32 [n_rows]; window: seconds in which the link is idle, None: not known."""
+    """What a plan must keep to.
+
+    n_slots      int32 [n_rows]
+    max_moves    over all rows together
+    window       seconds in which the link is idle until the plan must have landed, None: not known
+    expert_bytes int64 [n_rows], what one upload moves, None: not known
+    late         victims leave before the coming batch, and what is uploaded arrives after it
+    """
 
     n_slots: NDArray[np.int32]
     max_moves: int
     window: float | None = None
+    expert_bytes: NDArray[np.int64] | None = None
+    late: bool = False
 
 
 class Policy(Protocol):
@@ -103,42 +121,88 @@ class Policy(Protocol):
         """Moves in order of their gain; changes nothing. resident: bool [n_rows, n_expert], uploads under way included."""
 
 
+@runtime_checkable
+class Warm(Protocol):
+    """A policy that can say what it has learned of each expert, and start from that."""
+
+    def use(self) -> Table | None:
+        """Expected use by a token, [n_rows, n_expert]; None: it keeps no such thing after all."""
+
+    def seed(self, use: Table) -> None:
+        """Starts from such a table."""
+
+
+def within(moves: list[Move], expert_bytes: NDArray[np.int64], n_bytes: float) -> list[Move]:
+    """The first moves that take no more than n_bytes together. expert_bytes: [n_rows]."""
+    if not moves:
+        return moves
+    total = np.cumsum(expert_bytes[[m.row for m in moves]])
+    return moves[: int(np.searchsorted(total, n_bytes, side="right"))]
+
+
+def _ranked(at: NDArray[np.intp], key: Table, n_rows: int, n_expert: int) -> tuple[NDArray[np.intp], ...]:
+    """(place in the table, row, rank within the row): each row in ascending order of key, ties by expert.
+
+    at: ascending places in the flat table, key: of each of them."""
+    at = at[np.argsort(key, kind="stable")]
+    row = at // n_expert
+    order = np.argsort(row.astype(np.int16), kind="stable")  # by radix: cheap, and it keeps the keys' order
+    at, row = at[order], row[order]
+    first = np.searchsorted(row, np.arange(n_rows))
+    return at, row, np.arange(len(at)) - first[row]
+
+
 def plan_moves(
     score: Table, resident: NDArray[np.bool_], n_slots: NDArray[np.int32], max_moves: int, hysteresis: float
 ) -> list[Move]:
     """The best missing experts for free slots and for the worst residents, largest gain over all rows first.
 
     An expert takes a free slot if its score is positive (the gain is the score), and a resident's place if it scores more than
-    `hysteresis` above it. Ties go to the lower row and expert. No loop over experts.
+    `hysteresis` above it. Ties go to the lower row and expert. No loop over experts, and only what could move is sorted:
+    where that are many, the 4 · max_moves (at least 256) with the most to gain against the worst resident of their row.
+    n_rows < 2**15.
     """
-    n_free = np.maximum(n_slots - resident.sum(axis=1), 0)
-    worst = np.where(resident, score, np.inf).min(axis=1)
-    limit = np.where(n_free > 0, 0.0, worst + hysteresis)
-    limit[n_slots <= 0] = np.inf
-    could = ~resident & (score > limit[:, None])
-    m = min(int(could.sum(axis=1).max(initial=0)), max_moves)  # no row can make more moves than this
-    if m <= 0:
+    if max_moves <= 0:
         return []
-    # whole rows sorted at once: faster than sorting only those that could move
-    into = np.argsort(np.where(could, -score, np.inf), axis=1, kind="stable")[:, :m]
-    out = np.argsort(np.where(resident, score, np.inf), axis=1, kind="stable")
-    in_score = np.take_along_axis(np.where(could, score, -np.inf), into, axis=1)
-    # the i-th incoming expert of a row takes a free slot, or the place of victim i - n_free
-    swap = np.arange(m) - n_free[:, None]
-    free = swap < 0
-    victim = np.take_along_axis(out, np.where(free, 0, swap), axis=1)
-    # no such victim: an infinite score, so no gain
-    out_score = np.take_along_axis(np.where(resident, score, np.inf), victim, axis=1)
-    gain = in_score - np.where(free, 0.0, out_score)
-    row, rank = np.nonzero(np.where(free, gain > 0, gain > hysteresis))
-    won = gain[row, rank]
-    if len(won) > max_moves:  # sort only what can be among the first
-        top = np.flatnonzero(won >= np.partition(won, -max_moves)[-max_moves])
-        row, rank, won = row[top], rank[top], won[top]
-    best = np.argsort(-won, kind="stable")[:max_moves]
-    row, rank = row[best], rank[best]
-    victims = np.where(free[row, rank], -1, victim[row, rank]).tolist()
+    n_rows, n_expert = score.shape
+    n_free = np.maximum(n_slots - np.count_nonzero(resident, axis=1), 0)
+    limit = np.min(score, axis=1, where=resident, initial=np.inf) + hysteresis
+    limit[n_free > 0] = 0.0
+    limit[n_slots <= 0] = np.inf
+    could = score > limit[:, None]
+    could &= ~resident
+    flat = score.ravel()
+    at = np.flatnonzero(could)
+    if not len(at):
+        return []
+    if len(at) > (cap := max(256, 4 * max_moves)):
+        most = flat[at] - limit[at // n_expert]
+        at = at[most >= np.partition(most, len(at) - cap)[len(at) - cap]]
+    at, row, rank = _ranked(at, -flat[at], n_rows, n_expert)
+    # the i-th best of a row takes a free slot, or the place of victim i − n_free
+    best = np.full(n_rows, -np.inf)
+    best[row[rank == 0]] = flat[at[rank == 0]]
+    leaves = score < (best - hysteresis)[:, None]
+    leaves &= resident
+    out = np.flatnonzero(leaves)
+    out, out_row, _ = _ranked(out, flat[out], n_rows, n_expert)
+    n_out = np.bincount(out_row, minlength=n_rows)
+    place = rank - n_free[row]  # negative: a free slot
+    possible = place < n_out[row]
+    at, row, place = at[possible], row[possible], place[possible]
+    swap = place >= 0
+    victim = np.full(len(at), -1)
+    victim[swap] = out[(np.cumsum(n_out) - n_out)[row[swap]] + place[swap]]
+    gain = flat[at]
+    gain[swap] -= flat[victim[swap]]
+    won = np.flatnonzero(gain > np.where(swap, hysteresis, 0.0))
+    if len(won) > max_moves:
+        edge = np.partition(gain[won], len(won) - max_moves)[len(won) - max_moves]
+        won = won[gain[won] >= edge]
+    won = won[np.argsort(-gain[won], kind="stable")[:max_moves]]
+    at, victim = at[won], victim[won]
+    experts, victims = (at % n_expert).tolist(), np.where(victim < 0, -1, victim % n_expert).tolist()
     return [
         Move(r, e, v if v >= 0 else None, g)
-        for r, e, v, g in zip(row.tolist(), into[row, rank].tolist(), victims, won[best].tolist(), strict=True)
+        for r, e, v, g in zip(row[won].tolist(), experts, victims, gain[won].tolist(), strict=True)
     ]

@@ -7,6 +7,7 @@ policies in rivals.py, MoE-SpAc's in spac.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +15,18 @@ from numpy.typing import NDArray
 from moespac_llamacpp.planning import Batch, Limits, Move, Policy, Table, plan_moves
 from moespac_llamacpp.rivals import Fiddler, HybriMoe, MixtralOffload, MoeInfinity, Recency
 from moespac_llamacpp.spac import MoeSpac
-from moespac_llamacpp.utility import DECAY, Adaptive, Integer, Prior, TokenMemory
+from moespac_llamacpp.utility import DECAY, SEED_WEIGHT, Adaptive, Integer, Prior, TokenMemory
 
 __all__ = ["NAMES", "Batch", "Decayed", "Lfu", "Limits", "Lru", "Move", "Policy", "Static", "make"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `make` may be told, see there."""
+
+    profile: NDArray[np.float64] | None = None
+    frequency: bool = True
+    balanced: bool = True
 
 
 class Static:
@@ -72,13 +82,19 @@ class Decayed:
         return self.prior.counts
 
     def observe(self, batch: Batch) -> None:
-        self.prior.observe(batch.counts, batch.n_tokens)
+        self.prior.observe(batch)
 
     def expect(self, tokens: Sequence[int]) -> None:
         pass
 
     def plan(self, resident: NDArray[np.bool_], limits: Limits) -> list[Move]:
         return plan_moves(self.score, resident, limits.n_slots, limits.max_moves, self.hysteresis)
+
+    def use(self) -> Table:
+        return self.prior.mean()
+
+    def seed(self, use: Table) -> None:
+        self.prior.seed(use, SEED_WEIGHT)
 
 
 class Lfu(Decayed):
@@ -88,26 +104,41 @@ class Lfu(Decayed):
         super().__init__(n_rows, n_expert, decay=1.0, hysteresis=0.0)
 
 
-_MAKERS: dict[str, Callable[[int, int, NDArray[np.float64] | None], Policy]] = {
-    "static": lambda r, e, profile: Static(profile),
-    "lru": lambda r, e, profile: Lru(r, e),
-    "lfu": lambda r, e, profile: Lfu(r, e),
-    "decayed": lambda r, e, profile: Decayed(r, e, hysteresis=0.0),
-    "moe-spac": lambda r, e, profile: MoeSpac(TokenMemory(r, e)),
-    "moe-spac-adaptive": lambda r, e, profile: MoeSpac(Adaptive(r, e)),
-    "moe-spac-released": lambda r, e, profile: MoeSpac(Integer(r, e)),
-    "moe-spac-no-frequency": lambda r, e, profile: MoeSpac(TokenMemory(r, e, frequency=False)),
-    "moe-spac-no-balancer": lambda r, e, profile: MoeSpac(TokenMemory(r, e), balanced=False),
-    "fiddler": lambda r, e, profile: Fiddler(r, e, profile),
-    "mixtral-offload": lambda r, e, profile: MixtralOffload(r, e),
-    "moe-infinity": lambda r, e, profile: MoeInfinity(r, e),
-    "hybrimoe": lambda r, e, profile: HybriMoe(r, e),
+#: name: (n_rows, n_expert, options) -> policy
+_MAKERS: dict[str, Callable[[int, int, Options], Policy]] = {
+    "static": lambda r, e, o: Static(o.profile),
+    "lru": lambda r, e, o: Lru(r, e),
+    "lfu": lambda r, e, o: Lfu(r, e),
+    "decayed": lambda r, e, o: Decayed(r, e, hysteresis=0.0),
+    "moe-spac": lambda r, e, o: MoeSpac(TokenMemory(r, e, frequency=o.frequency), balanced=o.balanced),
+    "moe-spac-adaptive": lambda r, e, o: MoeSpac(Adaptive(r, e), balanced=o.balanced),
+    "moe-spac-released": lambda r, e, o: MoeSpac(Integer(r, e), balanced=o.balanced),
+    "moe-spac-no-frequency": lambda r, e, o: MoeSpac(TokenMemory(r, e, frequency=False), balanced=o.balanced),
+    "moe-spac-no-balancer": lambda r, e, o: MoeSpac(TokenMemory(r, e, frequency=o.frequency), balanced=False),
+    "fiddler": lambda r, e, o: Fiddler(r, e, o.profile),
+    "mixtral-offload": lambda r, e, o: MixtralOffload(r, e),
+    "moe-infinity": lambda r, e, o: MoeInfinity(r, e),
+    "hybrimoe": lambda r, e, o: HybriMoe(r, e),
 }
 NAMES = tuple(_MAKERS)
 
 
-def make(name: str, n_rows: int, n_expert: int, *, profile: NDArray[np.float64] | None = None) -> Policy:
-    """A policy by its name (NAMES). profile: for static and fiddler. ValueError with the names that there are."""
+def make(
+    name: str,
+    n_rows: int,
+    n_expert: int,
+    *,
+    profile: NDArray[np.float64] | None = None,
+    frequency: bool = True,
+    balanced: bool = True,
+) -> Policy:
+    """A policy by its name (NAMES). profile: for static and fiddler. frequency, balanced False: ablations of moe-spac.
+
+    ValueError: no such policy (with those that there are), or one that has no such part to switch off."""
     if name not in _MAKERS:
         raise ValueError(f"there is no policy {name!r}; there are {', '.join(NAMES)}")
-    return _MAKERS[name](n_rows, n_expert, profile)
+    if not frequency and name not in ("moe-spac", "moe-spac-no-frequency", "moe-spac-no-balancer"):
+        raise ValueError(f"frequency can be switched off for moe-spac only, not for {name}")
+    if not balanced and not name.startswith("moe-spac"):
+        raise ValueError(f"{name} has no balancer that could be switched off")
+    return _MAKERS[name](n_rows, n_expert, Options(profile, frequency, balanced))

@@ -1,15 +1,41 @@
-"""Runs a policy against the native layer: observe a decode, plan, start moves, publish what has landed."""
+"""Runs a policy against the native layer: observe a decode, plan, start moves, publish what has landed.
+
+Where the work is done. Observing and planning take half a millisecond for 48 layers of 128 experts, so they run in a thread
+of their own (worker.py) while the caller waits in the library:
+
+- While a draft model guesses, the thread observes the last decode, plans with each token that becomes known and starts the
+  moves. The target's context is idle then, and `publish` waits for the thread before it is used again.
+- Without a draft that takes time, the thread observes and plans while the target decodes. `plan`, after the decode, evicts
+  the victims of that plan; the thread starts its uploads while the next decode runs (the library allows `load` then, and
+  nothing else). So what one batch taught starts one batch later than it could.
+
+Jobs are handed over right before the caller enters the library for long, not before: until then the two threads would fight for
+Python's lock, which every short call into the library gives away.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moespac_llamacpp import native
+from moespac_llamacpp import native, slots
+from moespac_llamacpp.balancer import Rates
+from moespac_llamacpp.hotset import HotSet
 from moespac_llamacpp.memory import BlockSize
-from moespac_llamacpp.policies import Batch, Limits, Policy
+from moespac_llamacpp.metering import EVERY as METER_EVERY
+from moespac_llamacpp.metering import Meter
+from moespac_llamacpp.planning import Warm, within
+from moespac_llamacpp.policies import Batch, Limits, Move, Policy
+from moespac_llamacpp.spac import MoeSpac
+from moespac_llamacpp.window import LinkWindow
+from moespac_llamacpp.worker import Job, Worker
+
+#: Less than this says nothing of a link's rate.
+MEASURABLE_BYTES = 1 << 20
 
 
 def block_sizes(experts: native.Experts) -> list[BlockSize]:
@@ -22,101 +48,282 @@ def block_sizes(experts: native.Experts) -> list[BlockSize]:
     ]
 
 
-#: A policy sees at most so many tokens at once.
-OBSERVED_TOKENS = 32
-
-
 class Residency:
-    """Moves experts as a policy asks, between decodes, with the last one synchronised.
+    """Moves experts as a policy asks.
 
     Who knows the tokens calls `observe` after a decode, `plan` before the next one, `expect` with each token that becomes known
-    while a draft goes on, and `publish` right before the decode. `step` is all of it for who only decodes. max_moves is for
-    one plan and what is expected after it together."""
+    while a draft goes on, and `publish` right before the decode. `step` is all of it for who only decodes. `close` ends the
+    thread; call it before the context is freed. What fails in the thread is raised by the next call.
 
-    def __init__(self, experts: native.Experts, policy: Policy, *, max_moves: int = 60) -> None:
+    n_moves: uploads started. caller_seconds, worker_seconds: what it all took in the caller's thread (waiting for the other one
+    included), and in the other one."""
+
+    def __init__(
+        self,
+        experts: native.Experts,
+        policy: Policy,
+        *,
+        max_moves: int | None = None,
+        overlap: bool = True,
+        sync_moves: bool = False,
+        resplit: bool = True,
+    ) -> None:
+        """max_moves: for one plan and what is expected after it together; None: what the link has time for (window.py).
+        overlap False: all of it in the caller's thread, the moves of a plan started at once. sync_moves: the ablation without
+        asynchrony, in which the step waits for its moves (and nothing overlaps). resplit False: layers keep their slots."""
         self.experts = experts
         self.policy = policy
         self.max_moves = max_moves
-        self.n_slots: NDArray[np.int32] = np.zeros(experts.n_rows, np.int32)
-        self.n_used = np.ones(experts.n_rows, np.int32)  # experts per token of each row
-        for row in experts.rows():
-            self.n_slots[row.row] = row.n_slots
-            self.n_used[row.row] = max(1, row.n_expert_used)
+        self.sync_moves = sync_moves
+        self.overlap = overlap and not sync_moves
+        self.resplit = resplit
         self.n_moves = 0
+        self.n_resplits = 0
+        self.caller_seconds = 0.0
+        rows = experts.rows()
+        self.n_slots = np.zeros(experts.n_rows, np.int32)
+        self.n_expert = np.zeros(experts.n_rows, np.int32)
+        self.n_used = np.ones(experts.n_rows, np.int32)  # experts per token of each row
+        self.expert_bytes = np.ones(experts.n_rows, np.int64)
+        for row in rows:
+            self.n_slots[row.row] = row.n_slots
+            self.n_expert[row.row] = row.n_expert
+            self.n_used[row.row] = max(1, row.n_expert_used)
+            self.expert_bytes[row.row] = max(1, row.expert_bytes)
+        self.rates = policy.rates if isinstance(policy, MoeSpac) else Rates()
+        self.window = LinkWindow(self.rates)
+        self._meter = Meter(experts)
+        self._worker = Worker()
+        self._jobs: list[Callable[[], None]] = []  # not handed over yet
+        self._asked: Callable[[], list[Move]] | None = None  # the plan to be made while the target decodes
+        self._ahead: Job[list[Move]] | None = None  # the plan that was made while it did
+        self._drafting = False
         self._plans_left = 0
-        self._moves_left = 0
+        self._moves_left: int = 0
+        self._bytes_left = 0.0
+        self._n_plans = 0
 
-    def resident(self) -> NDArray[np.bool_]:
-        """bool [n_rows, n_expert]: resident or on the way."""
-        resident: NDArray[np.bool_] = self.experts.states_table() != native.COLD
-        return resident
+    @property
+    def worker_seconds(self) -> float:
+        return self._worker.seconds
 
-    def last_batch(
-        self,
-        tokens: Sequence[int] | None = None,
-        accepted: Sequence[bool] | None = None,
-        choices: NDArray[np.int32] | None = None,
-        starts: bool = False,
-    ) -> Batch:
-        """The last decode as policies see it. choices: int32 [n_rows, n_tokens, k], negative: not recorded; None: counts only.
+    def fill(self, hot: HotSet | None = None, progress: Callable[[float], None] | None = None) -> None:
+        """Uploads what the slots start with and waits for it: the hot set, or without one the first experts of each layer.
 
-        ValueError: tokens or accepted have another length than choices."""
-        if choices is not None:
-            ids = choices.swapaxes(0, 1)
-            return Batch.from_ids(ids, self.experts.n_expert, tokens=tokens, accepted=accepted, starts=starts)
-        counts = self.experts.counts()
-        return Batch(
-            counts,
-            len(tokens) if tokens is not None else int((counts.sum(axis=1) // self.n_used).max(initial=0)),
-            None if tokens is None else np.asarray(tokens, np.int32),
-            None if accepted is None else np.asarray(accepted, np.bool_),
-            starts=starts,
+        The policy starts from the hot set too, where it can. Measures the link. progress: called with 0 … 1."""
+        if hot is not None and hot.use is not None and isinstance(self.policy, Warm):
+            self.policy.seed(hot.use)
+        total = max(1, int(self.n_slots @ self.expert_bytes))
+        done, n_bytes, start, here = 0, 0, time.perf_counter(), self.experts.states_table() != native.COLD
+        for row in np.flatnonzero(self.n_slots).tolist():
+            n, n_expert = int(self.n_slots[row]), int(self.n_expert[row])
+            wanted = set(range(n) if hot is None else hot.best(row, n, n_expert))
+            present = set(np.flatnonzero(here[row]).tolist())
+            for expert in sorted(present - wanted):
+                self.experts.evict(row, expert)
+            for expert in sorted(wanted - present):
+                self.experts.load(row, expert)
+                n_bytes += int(self.expert_bytes[row])
+            self.experts.sync()  # row by row, so that the progress is that of the uploads
+            done += n * int(self.expert_bytes[row])
+            if progress:
+                progress(done / total)
+        self.experts.publish()
+        if n_bytes >= MEASURABLE_BYTES:
+            self.rates.link_bytes = n_bytes / (time.perf_counter() - start)
+
+    def hot_set(self) -> HotSet:
+        """What another run may start with."""
+        self.join()
+        return HotSet(
+            self.experts.states_table() != native.COLD, self.policy.use() if isinstance(self.policy, Warm) else None
         )
 
-    def step(self) -> int:
-        """Observes the last decode by its counts and starts moves; returns how many. What has landed becomes visible."""
-        self.policy.observe(self.last_batch())
-        return self.plan()
+    def step(self) -> None:
+        """Observes the last decode by its counts and starts moves. What has landed becomes visible."""
+        start = time.perf_counter()
+        batch = self._counted()
+        self._later(lambda: self.policy.observe(batch))
+        self.caller_seconds += time.perf_counter() - start
+        self.plan()
+        self.publish()
 
     def observe(self, tokens: Sequence[int], accepted: Sequence[bool] | None = None, *, starts: bool = False) -> None:
         """Tells the policy of the decode of these tokens, with the experts that each of them chose.
 
-        A prompt comes to it in pieces of the size of verify batches: policies fade by the batch, and as one batch a long prompt
-        would outweigh all that is generated after it."""
-        choices = np.concatenate(self.experts.choices(), axis=1)
-        for i in range(0, len(tokens), OBSERVED_TOKENS):
-            part = slice(i, i + OBSERVED_TOKENS)
-            taken = None if accepted is None else accepted[part]
-            self.policy.observe(self.last_batch(tokens[part], taken, choices[:, part], starts and i == 0))
+        ValueError, raised by a later call: tokens or accepted have another length than the decode."""
+        start = time.perf_counter()
+        self.window.decoded()
+        self._hand_over()  # of a prompt in several pieces, one at most is kept
+        choices = np.concatenate(self.experts.choices(), axis=1)  # copied: the next decode overwrites them
+        n_expert = self.experts.n_expert
+        self._later(
+            lambda: self.policy.observe(
+                Batch.from_ids(choices.swapaxes(0, 1), n_expert, tokens=tokens, accepted=accepted, starts=starts)
+            )
+        )
+        self.caller_seconds += time.perf_counter() - start
 
-    def plan(self, n_expect: int = 0) -> int:
-        """Starts a step's moves from what was observed. n_expect: starts none, but lets so many calls of `expect` share them.
+    def plan(self, n_expect: int = 0) -> None:
+        """Starts a step's moves. n_expect: starts none, but lets so many calls of `expect` share them.
 
         Expect tokens only if time passes before their decode: what lands after it was planned for the wrong batch."""
-        self._plans_left, self._moves_left = max(1, n_expect), self.max_moves
-        return 0 if n_expect else self._move()
+        start = time.perf_counter()
+        self._worker.check()
+        planned, self._ahead, self._asked = self._ahead, None, None
+        self._drafting = n_expect > 0
+        moves = planned.result() if planned is not None and not self._drafting else []
+        self._evict(moves)
+        self._look_around()
+        self._share_out(max(1, n_expect))
+        self.window.planned()
+        if not self._drafting:
+            states = self.experts.states_table()
+            self._asked = partial(self._planned, states, moves, self._limits())
+            self._later(lambda: self._load(moves), first=True)
+            if not self.overlap:
+                self._start(self._asked())
+        self.caller_seconds += time.perf_counter() - start
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Tokens that the next decode will have, in order, the last accepted one first; starts moves."""
+        start = time.perf_counter()
+        self._later(lambda: self._expect(tokens))
+        self._hand_over()
+        self.caller_seconds += time.perf_counter() - start
 
     def publish(self) -> int:
-        """Makes what has landed visible; to be called right before a decode. Never waits."""
-        return self.experts.publish()
+        """Makes what has landed visible, returns how many; to be called right before a decode. Waits for no upload, unless
+        `sync_moves`."""
+        start = time.perf_counter()
+        if self._drafting:
+            self._worker.join()  # its moves have started: nobody but the decode uses the context from here
+            self.window.drafted()
+            self._drafting = False
+        if self.sync_moves:
+            self.experts.sync()
+        n = self.experts.publish()
+        if self.overlap:
+            self._hand_over()
+            if self._asked is not None:
+                self._ahead = self._worker.submit(self._asked)
+        self.window.decodes()
+        self.caller_seconds += time.perf_counter() - start
+        return n
 
-    def expect(self, tokens: Sequence[int]) -> int:
-        """Tokens that the next decode will have, in order, the last accepted one first; starts moves and returns how many."""
-        self.policy.expect(tokens)
-        return self._move()
+    def join(self) -> None:
+        """Waits until the policy has heard and planned everything; raises what failed there."""
+        self._hand_over()
+        self._worker.join()
 
-    def _move(self) -> int:
-        allowed = self._moves_left // max(1, self._plans_left)
+    def close(self) -> None:
+        """May be called twice."""
+        self._worker.close()
+
+    def _later(self, call: Callable[[], None], *, first: bool = False) -> None:
+        if self.overlap:
+            self._jobs.insert(0 if first else len(self._jobs), call)
+        else:
+            call()
+
+    def _hand_over(self) -> None:
+        self._worker.check()
+        for job in self._jobs:
+            self._worker.submit(job)
+        self._jobs.clear()
+
+    def _counted(self) -> Batch:
+        """The last decode where only counts are known."""
+        counts = self.experts.counts().copy()
+        seen = counts.sum(axis=1) // self.n_used
+        return Batch(counts, int(seen.max(initial=0)), seen=seen)
+
+    def _look_around(self) -> None:
+        """Every few steps, between two decodes: what the layers' work costs now, and whose slots are too few."""
+        self._n_plans += 1
+        if self._n_plans % METER_EVERY == 0:
+            sample = self._meter.sample()
+            self._later(lambda: sample.track(self.rates))
+        if self.resplit and self._n_plans % slots.EVERY == 0 and isinstance(self.policy, MoeSpac):
+            demand = self.policy.demand()
+            if demand is not None:
+                self._follow_demand(demand)
+
+    def _follow_demand(self, demand: NDArray[np.float64]) -> None:
+        split = slots.resplit(self.n_slots, demand, self.expert_bytes, self.n_expert)
+        if split is None:
+            return
+        try:
+            self.experts.set_slots(
+                np.minimum(self.n_slots, split)
+            )  # what shrinks first: never more bytes than there were
+            self.experts.set_slots(split)
+            self.n_resplits += 1
+        except native.MoeError as error:
+            if error.status != "NO_DEVICE_MEMORY":
+                raise
+            self.resplit = False  # another user of the device took what had been freed
+        after = self.n_slots.copy()
+        for row in self.experts.rows():
+            after[row.row] = row.n_slots
+        self.n_slots = after
+
+    def _share_out(self, n_plans: int) -> None:
+        """What the coming step may move, for so many plans together. Less than an expert is saved for the next step."""
+        saved = min(max(0.0, self._bytes_left), float(self.expert_bytes.max()))
+        self._plans_left = n_plans
+        self._moves_left, n_bytes = self.window.budget(self._drafting)
+        self._bytes_left = n_bytes + saved
+        if self.max_moves is not None:
+            self._moves_left, self._bytes_left = self.max_moves, np.inf
+
+    def _limits(self) -> Limits:
+        """The next plan's share of the step's moves."""
+        n = max(1, self._plans_left)
         self._plans_left -= 1
-        moves = self.policy.plan(self.resident(), Limits(self.n_slots, allowed))
-        self._moves_left -= len(moves)
-        n_started = 0
+        seconds = None if self._bytes_left == np.inf else self._bytes_left / n / self.rates.link_bytes
+        late = not self._drafting and not self.sync_moves
+        return Limits(self.n_slots, self._moves_left // n, seconds, self.expert_bytes, late)
+
+    def _expect(self, tokens: Sequence[int]) -> None:
+        self.policy.expect(tokens)
+        self._start(self._planned(self.experts.states_table(), [], self._limits()))
+
+    def _planned(self, states: NDArray[np.uint8], started: list[Move], limits: Limits) -> list[Move]:
+        """A plan for the states of all experts, as they were before the uploads of `started`."""
+        for move in started:
+            states[move.row, move.expert] = native.UPLOADING
+        self.window.on_the_way(float(np.count_nonzero(states == native.UPLOADING, axis=1) @ self.expert_bytes))
+        resident = states != native.COLD
+        moves = self.policy.plan(resident, limits)
+        if limits.window is not None:  # also for policies that know nothing of a link
+            moves = within(moves, self.expert_bytes, limits.window * self.rates.link_bytes)
+        return moves
+
+    def _start(self, moves: list[Move]) -> None:
+        self._evict(moves)
+        self._load(moves)
+
+    def _evict(self, moves: list[Move]) -> None:
+        """Makes room; not while a decode is in flight."""
         for move in moves:
-            if move.victim is not None:
+            if move.victim is None:
+                continue
+            try:
                 self.experts.evict(move.row, move.victim)
+            except native.MoeError as error:
+                # planned before it was known that its own upload had found no slot: there is nothing to evict
+                if error.status != "NOT_RESIDENT":
+                    raise
+        self._moves_left -= len(moves)
+        self._bytes_left -= sum(int(self.expert_bytes[move.row]) for move in moves)
+
+    def _load(self, moves: list[Move]) -> None:
+        """Starts the uploads; also while a decode is in flight."""
+        n_bytes = 0
+        for move in moves:
             try:
                 self.experts.load(move.row, move.expert)
-                n_started += 1
             except native.MoeError as error:
                 if error.status == "FAILED":  # the device lane takes no more uploads; generation goes on without it
                     self.max_moves = self._moves_left = 0
@@ -124,6 +331,7 @@ class Residency:
                 # a withdrawn upload holds its slot until it has landed: the next plan will ask again
                 if error.status != "NO_FREE_SLOT":
                     raise
-        self.experts.publish()
-        self.n_moves += n_started
-        return n_started
+            else:
+                self.n_moves += 1
+                n_bytes += int(self.expert_bytes[move.row])
+        self.window.started(n_bytes)

@@ -5,6 +5,13 @@
 Two kinds of trace: with `step` and `accepted` (verify batches as they were decoded, see `load`), and plain sequences of
 tokens, which are cut into batches of n consecutive ones. Predicted times come from a coarse model of one machine
 (`Hardware`), not from a run.
+
+When moves land (`Landing`), as residency.py does it:
+
+- "same": a draft model guesses the batch's tokens, the policy hears them, plans, and its moves arrive before the batch.
+- "next": no time passes between two batches. A plan is made while the batch before is decoded, so it knows all batches but
+that one;
+  its victims leave before the batch, and what it uploads arrives after it.
 """
 
 from __future__ import annotations
@@ -13,14 +20,18 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moespac_llamacpp import policies
+from moespac_llamacpp import policies, slots
 from moespac_llamacpp.planning import Batch, Limits, Policy, Table, plan_moves
+from moespac_llamacpp.spac import MoeSpac
+
+Landing = Literal["same", "next"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,24 @@ class Hardware:
         return compute + link if sync_moves else max(compute, link)
 
 
+def read_hardware(path: Path) -> Hardware:
+    """A profile from a JSON file with the fields of Hardware. ValueError with the sentence for the user."""
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a JSON file: {error}") from error
+    names = [f.name for f in fields(Hardware)]
+    if not isinstance(given, dict) or set(given) != set(names):
+        raise ValueError(f"{path}: a hardware profile has exactly these fields: {', '.join(names)}")
+    for name in names[1:]:
+        value = given[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise ValueError(f"{path}: {name} is {value!r}, it must be a number, 0 or more")
+    if not given["expert_bytes"] or not given["link_bytes"]:
+        raise ValueError(f"{path}: expert_bytes and link_bytes must be above 0")
+    return Hardware(**{**given, "name": str(given["name"]), "expert_bytes": int(given["expert_bytes"])})
+
+
 # One H200 and 16 cores, the portable execution, a planted Qwen3-30B-A3B Q4_K_M (docs/performance.md): `between`, `launch` from
 # its per-layer times at n = 1 and 9; the CPU's from the runs without slots (13.6 ms at n = 1, 45.8 at 8: 2.7 MB at 100
 # GB/s, and 2.3 µs a pair); the device's from the runs with all experts resident (8.2 ms at n = 1, 19 at 9); the link 46
@@ -95,6 +124,7 @@ class Result:
     """Hit rates in %, moves and bytes per step; predicted_ms is the mean over the measured steps."""
 
     policy: str
+    landing: Landing
     cache_share: float
     batch: int
     max_moves: int
@@ -201,43 +231,94 @@ def replay(
     hardware: Hardware = H200,
     window: float | None = None,
     sync_moves: bool = False,
+    landing: Landing = "same",
+    resplit: bool = False,
 ) -> Replay:
-    """For each step: the policy hears the batch's tokens (if the trace has them), plans, its moves arrive, hits are counted, it
-    observes. Starts with the first n_slots experts of each layer. Every row that the target computed counts, rejected
-    drafts too.
+    """Every row that the target computed counts, rejected drafts too. Starts with the first n_slots experts of each layer.
 
-    RuntimeError for a plan that cannot be carried out. window: seconds of idle link a step, for policies that ask."""
+    window: seconds of idle link a step, for policies that ask. sync_moves: steps wait for their moves, which so arrive in time.
+    resplit: slots follow the demand of policies that tell it, as live.
+    RuntimeError for a plan that cannot be carried out."""
     n_rows, n_expert = steps[0].batch.counts.shape
-    limits = Limits(np.full(n_rows, n_slots, np.int32), max_moves, window)
+    expert_bytes = np.full(n_rows, hardware.expert_bytes, np.int64)
+    late = landing == "next" and not sync_moves
+    limits = Limits(np.full(n_rows, n_slots, np.int32), max_moves, window, expert_bytes, late)
     resident = np.zeros((n_rows, n_expert), np.bool_)
     resident[:, :n_slots] = True
-    n_steps = n_moves = pairs = pair_hits = experts = expert_hits = 0
-    ms = 0.0
-    for step in steps:
+    ahead: list[policies.Move] = []  # planned while the last batch was decoded
+    tally = Tally()
+    for n, step in enumerate(steps, start=1):
         batch = step.batch
         if isinstance(policy, Clairvoyant):
             policy.next = batch.counts.astype(np.float64)
-        if batch.tokens is not None:
-            policy.expect(batch.tokens.tolist())
-        moves = policy.plan(resident, limits)
+        if late:
+            moves = ahead
+        else:
+            if batch.tokens is not None:
+                policy.expect(batch.tokens.tolist())
+            moves = policy.plan(resident, limits)
         carry_out(moves, resident, limits)
+        present = resident
+        if late and moves:
+            present = resident.copy()
+            present[[m.row for m in moves], [m.expert for m in moves]] = False
         if step.measured:
-            used = batch.counts > 0
-            row_pairs, row_hits = batch.counts.sum(axis=1), np.where(resident, batch.counts, 0).sum(axis=1)
-            row_used, row_found = used.sum(axis=1), (used & resident).sum(axis=1)
-            n_steps += 1
-            n_moves += len(moves)
-            pairs += int(row_pairs.sum())
-            pair_hits += int(row_hits.sum())
-            experts += int(row_used.sum())
-            expert_hits += int(row_found.sum())
-            ms += hardware.step_ms(
-                batch.n_tokens, row_used - row_found, row_pairs - row_hits, row_hits, len(moves), sync_moves=sync_moves
-            )
+            tally.add(batch, present, len(moves), hardware, sync_moves)
+        if resplit and n % slots.EVERY == 0 and isinstance(policy, MoeSpac):
+            limits = follow_demand(policy, resident, limits, n)
+        if late:
+            ahead = policy.plan(resident, limits)
         policy.observe(batch)
-    if not n_steps:
-        raise ValueError("the trace has no generated tokens to measure")
-    return Replay(n_steps, 100 * pair_hits / pairs, 100 * expert_hits / experts, n_moves / n_steps, ms / n_steps)
+    return tally.result()
+
+
+@dataclass
+class Tally:
+    """Sums over the measured steps."""
+
+    n_steps: int = 0
+    n_moves: int = 0
+    pairs: int = 0
+    pair_hits: int = 0
+    experts: int = 0
+    expert_hits: int = 0
+    ms: float = 0.0
+
+    def add(self, batch: Batch, present: NDArray[np.bool_], n_moves: int, hardware: Hardware, sync: bool) -> None:
+        used = batch.counts > 0
+        row_pairs, row_hits = batch.counts.sum(axis=1), np.where(present, batch.counts, 0).sum(axis=1)
+        row_used, row_found = used.sum(axis=1), (used & present).sum(axis=1)
+        self.n_steps += 1
+        self.n_moves += n_moves
+        self.pairs += int(row_pairs.sum())
+        self.pair_hits += int(row_hits.sum())
+        self.experts += int(row_used.sum())
+        self.expert_hits += int(row_found.sum())
+        cold_experts, cold_pairs = row_used - row_found, row_pairs - row_hits
+        self.ms += hardware.step_ms(batch.n_tokens, cold_experts, cold_pairs, row_hits, n_moves, sync_moves=sync)
+
+    def result(self) -> Replay:
+        n = self.n_steps
+        if not n:
+            raise ValueError("the trace has no generated tokens to measure")
+        pair_hit, expert_hit = 100 * self.pair_hits / self.pairs, 100 * self.expert_hits / self.experts
+        return Replay(n, pair_hit, expert_hit, self.n_moves / n, self.ms / n)
+
+
+def follow_demand(policy: MoeSpac, resident: NDArray[np.bool_], limits: Limits, seed: int) -> Limits:
+    """Another split of the slots, as Residency would make it. Rows that shrink lose residents: any, since the library keeps
+    those in the slots that remain."""
+    demand = policy.demand()
+    assert limits.expert_bytes is not None
+    n_expert = np.full(len(resident), resident.shape[1], np.int32)
+    split = None if demand is None else slots.resplit(limits.n_slots, demand, limits.expert_bytes, n_expert)
+    if split is None:
+        return limits
+    rng = np.random.default_rng(seed)
+    for row in np.flatnonzero(split < limits.n_slots).tolist():
+        held = rng.permutation(np.flatnonzero(resident[row]))
+        resident[row, held[split[row] :]] = False
+    return replace(limits, n_slots=split)
 
 
 def carry_out(moves: Sequence[policies.Move], resident: NDArray[np.bool_], limits: Limits) -> None:
@@ -282,25 +363,44 @@ def simulate(
     max_moves: int | None = None,
     *,
     hardware: Hardware = H200,
+    window: float | None = None,
     sync_moves: bool = False,
+    landing: Landing | None = None,
+    resplit: bool = True,
+    frequency: bool = True,
+    balanced: bool = True,
 ) -> list[Result]:
     """All named policies, and the clairvoyant, at the same cache share and cap of moves (None: 2 % of all experts a step).
 
-    cache_share above 0 to 1. ValueError outside, and for a name that no policy has."""
+    cache_share above 0 to 1. landing None: as live, "next" for single tokens, "same" for batches, which a draft model made.
+    frequency, balanced False: without these parts of moe-spac, where a policy has them.
+    ValueError: a cache share outside, a name that no policy has."""
     if not 0 < cache_share <= 1:
         raise ValueError(f"the cache share is {cache_share}, it must be above 0 and at most 1")
     n_rows, n_expert = steps[0].batch.counts.shape
     n_slots = max(1, round(cache_share * n_expert))
     cap = max(1, round(0.02 * n_rows * n_expert)) if max_moves is None else max_moves
-    made = [(n, policies.make(n, n_rows, n_expert, profile=profile_of(steps, n))) for n in names]
+    made = [(n, _make(n, steps, frequency, balanced)) for n in names]
     bound = replay(steps, Clairvoyant(n_rows, n_expert), n_slots, cap, hardware=hardware)
     width = max(s.batch.n_tokens for s in steps if s.measured)
+    landing = landing or ("next" if width == 1 else "same")
     results = []
     for name, policy in made:
-        r = replay(steps, policy, n_slots, cap, hardware=hardware, sync_moves=sync_moves)
+        r = replay(
+            steps,
+            policy,
+            n_slots,
+            cap,
+            hardware=hardware,
+            window=window,
+            sync_moves=sync_moves,
+            landing=landing,
+            resplit=resplit,
+        )
         results.append(
             Result(
                 policy=name,
+                landing=landing,
                 cache_share=cache_share,
                 batch=width,
                 max_moves=cap,
@@ -316,6 +416,19 @@ def simulate(
     return results
 
 
+def _make(name: str, steps: Sequence[Step], frequency: bool, balanced: bool) -> Policy:
+    n_rows, n_expert = steps[0].batch.counts.shape
+    profile = profile_of(steps, name)
+    return policies.make(
+        name,
+        n_rows,
+        n_expert,
+        profile=profile,
+        frequency=frequency or name != "moe-spac",
+        balanced=balanced or not name.startswith("moe-spac"),
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moespac simulate", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("trace", type=Path, help="a routing trace (.npz), as `moespac trace` writes it")
@@ -324,7 +437,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, help="tokens per batch (default: the verify batches of the trace, else 1)")
     parser.add_argument("--max-moves", type=int, help="moves per step over all layers (default: 2 %% of all experts)")
     parser.add_argument("--limit", type=int, help="only the first so many rows of the trace")
+    parser.add_argument(
+        "--landing",
+        choices=get_args(Landing),
+        help="when moves land: before the batch that they were planned for, or after it (default: as live, next for single "
+        "tokens, same for batches, which a draft model has guessed)",
+    )
+    parser.add_argument(
+        "--profile", type=Path, help="JSON file with the machine's times (default: an H200 with 16 cores)"
+    )
+    parser.add_argument(
+        "--window-ms", type=float, help="idle time of the link in a step, for moe-spac (default: no limit)"
+    )
+    parser.add_argument(
+        "--no-frequency", action="store_true", help="ablation: moe-spac counts used or not, not how often"
+    )
+    parser.add_argument("--no-balancer", action="store_true", help="ablation: moe-spac without a threshold")
     parser.add_argument("--sync-moves", action="store_true", help="ablation: each step waits for its moves")
+    parser.add_argument("--no-resplit", action="store_true", help="layers keep their slots")
     parser.add_argument("--json", action="store_true", help="one JSON object per policy")
     args = parser.parse_args(arguments)
     try:
@@ -332,7 +462,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             batch = 1 if args.batch is None and "step" not in z.files else args.batch
         steps = load(args.trace, batch, limit=args.limit)
         names = args.policy or policies.NAMES
-        results = simulate(steps, names, args.cache_share, args.max_moves, sync_moves=args.sync_moves)
+        hardware = H200 if args.profile is None else read_hardware(args.profile)
+        results = simulate(
+            steps,
+            names,
+            args.cache_share,
+            args.max_moves,
+            hardware=hardware,
+            window=None if args.window_ms is None else args.window_ms / 1e3,
+            sync_moves=args.sync_moves,
+            landing=args.landing,
+            resplit=not args.no_resplit,
+            frequency=not args.no_frequency,
+            balanced=not args.no_balancer,
+        )
     except (OSError, ValueError) as error:
         print(f"moespac simulate: {error}", file=sys.stderr)
         return 1
@@ -343,8 +486,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = results[0]
     print(
         f"{args.trace.name}: {first.n_steps} steps of up to {first.batch} tokens, {100 * first.cache_share:.0f} % of the experts "
-        f"have a slot, at most {first.max_moves} moves a step\nclairvoyant: {first.clairvoyant_pair_hit:.1f} % of pairs. "
-        f"Predicted for: {H200.name}\n"
+        f"have a slot, at most {first.max_moves} moves a step, which land "
+        f"{'before' if first.landing == 'same' else 'after'} the batch that they were planned for\n"
+        f"clairvoyant: {first.clairvoyant_pair_hit:.1f} % of pairs. Predicted for: {hardware.name}\n"
     )
     print(f"{'policy':<22} {'pairs %':>8} {'experts %':>9} {'moves':>7} {'MB':>7} {'ms':>7}")
     for r in results:

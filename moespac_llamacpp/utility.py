@@ -17,13 +17,14 @@ from moespac_llamacpp.planning import Batch, Table
 DECAY = (
     0.955  # per decoded row, half-life 15 rows: best or within a point of it on all traces, whatever the batch width
 )
+SEED_WEIGHT = 10.0  # tokens that a use known from before counts for: about half of what a prior with DECAY can hold
 N_TOKENS_KEPT = 16_384
 N_PAIRS_KEPT = 32_768
 
 
 class Estimator(Protocol):
-    """score: float64 [n_rows, n_expert]; scale: expected uses in the coming batch for a score of 1; hysteresis: what a
-    swap must gain, in the score's unit."""
+    """score: float64 [n_rows, n_expert]; scale: expected uses in the coming batch for a score of 1; width: tokens of the coming
+    batch; hysteresis: what a swap must gain, in the score's unit; late: moves land after the batch that they are planned for."""
 
     def observe(self, batch: Batch) -> None: ...
 
@@ -33,26 +34,65 @@ class Estimator(Protocol):
 
     def scale(self) -> float: ...
 
-    def hysteresis(self) -> float: ...
+    def width(self) -> int: ...
+
+    def hysteresis(self, late: bool = False) -> float: ...
 
 
 class Prior:
-    """Counts of all decoded rows, fading by `decay` per row; decay 1 is LFU. `mean` is the expected use per row."""
+    """Counts of all decoded rows, fading by `decay` per token; decay 1 is LFU. `mean` is the expected use per token.
+
+    The tokens of a batch fade one by one, so that it does not matter how a text was cut into batches. Each row fades by the
+    tokens whose choices are known for it. Where only counts are known, the tokens of a batch share their mean weight."""
 
     def __init__(self, n_rows: int, n_expert: int, decay: float = DECAY) -> None:
         self.decay = decay
         self.counts = np.zeros((n_rows, n_expert))
-        self.n = 0.0
+        self.n = np.zeros(n_rows)  # weight of all tokens of a row
 
-    def observe(self, counts: NDArray[np.int32], n_tokens: int, n: int | None = None) -> None:
-        """n: how many observations the counts are (None: one a token)."""
-        fade = self.decay**n_tokens
-        self.counts *= fade
+    def observe(self, batch: Batch) -> None:
+        seen = batch.n_seen
+        fade = self.decay**seen
+        total = (1 - fade) / (1 - self.decay) if self.decay < 1 else seen.astype(np.float64)
+        if batch.n_tokens == 1 or self.decay == 1:
+            self._add(batch.counts, total, fade)
+        elif batch.ids is None:
+            self._add(batch.counts * (total / np.maximum(seen, 1))[:, None], total, fade)
+        else:
+            self._add(self._weighted(batch.ids), total, fade)
+
+    def observe_use(self, batch: Batch) -> None:
+        """As binary signals: an expert was used by the batch or not, whatever the number of its tokens."""
+        seen = batch.n_seen
+        self._add(np.minimum(batch.counts, 1), (seen > 0).astype(np.float64), self.decay**seen)
+
+    def _add(self, counts: NDArray[Any], total: NDArray[Any], fade: NDArray[Any]) -> None:
+        self.counts *= fade[:, None]
         self.counts += counts
-        self.n = self.n * fade + (n_tokens if n is None else n)
+        self.n *= fade
+        self.n += total
+
+    def _weighted(self, ids: NDArray[np.signedinteger[Any]]) -> Table:
+        """Counts of the ids, a token weighing decay^(known tokens after it)."""
+        n_rows, n_expert = self.counts.shape
+        known = ids[:, :, 0] < n_expert
+        after = known[::-1].cumsum(axis=0)[::-1] - known
+        weight = np.broadcast_to((self.decay**after)[:, :, None], ids.shape)
+        place = ids + (n_expert + 1) * np.arange(n_rows)[:, None]
+        use: NDArray[Any] = np.bincount(place.ravel(), weight.ravel(), n_rows * (n_expert + 1))
+        return use.reshape(n_rows, -1)[:, :n_expert]
 
     def mean(self) -> Table:
-        return self.counts / max(self.n, 1e-9)
+        return self.counts / np.maximum(self.n, 1e-9)[:, None]
+
+    def counts_of(self, n: float) -> Table:
+        """The counts if n tokens were known of each row: rows of which less is known become comparable."""
+        return self.counts * (n / np.maximum(self.n, 1e-9))[:, None]
+
+    def seed(self, mean: Table, n: float) -> None:
+        """Starts from a known mean use, as if from n tokens (in their faded weight)."""
+        self.counts = n * np.asarray(mean, np.float64)
+        self.n = np.full(len(mean), n)
 
 
 class Integer:
@@ -67,9 +107,11 @@ class Integer:
     def __init__(self, n_rows: int, n_expert: int, *, k: int = 5, up: float = 5, down: float = 1) -> None:
         self.k, self.up, self.down = k, up, down
         self.utility = np.zeros((n_rows, n_expert))
+        self._width = 1
 
     def observe(self, batch: Batch) -> None:
         f, u = batch.counts, self.utility
+        self._width = batch.n_tokens
         self.utility = np.clip(u + (f - u >= self.up) - (u - f >= self.down), 0, self.k)
 
     def expect(self, tokens: Sequence[int]) -> None:
@@ -81,7 +123,10 @@ class Integer:
     def scale(self) -> float:
         return 1.0
 
-    def hysteresis(self) -> float:
+    def width(self) -> int:
+        return self._width
+
+    def hysteresis(self, late: bool = False) -> float:
         return 0.0
 
 
@@ -92,22 +137,27 @@ class Adaptive:
         U += 1 if f − U·unit >  unit/2 + noise·a;  U −= 1 if f − U·unit < −(unit/2 + noise·a)
 
     so a noisy expert needs a larger move. The paper adapts to mean and spread; this form of the rule is ours. Equal levels are
-    ordered by the running mean: without that an integer utility costs 1 to 8 points of hits (docs/policies.md).
+    ordered by the running mean: without that an integer utility costs 1 to 8 points of hits (docs/policies.md). f is per token of
+    the batch, so that widths can be mixed.
     """
 
     def __init__(self, n_rows: int, n_expert: int, *, k: int = 5, decay: float = DECAY, noise: float = 0.5) -> None:
         self.k, self.decay, self.noise = k, decay, noise
         self.mean, self.spread, self.utility = (np.zeros((n_rows, n_expert)) for _ in range(3))
+        self._width = 1
 
     def observe(self, batch: Batch) -> None:
-        f = batch.counts
-        gain = 1 - self.decay**batch.n_tokens
+        seen = batch.n_seen[:, None]
+        f = batch.counts / np.maximum(seen, 1)
+        gain = 1 - self.decay**seen
+        self._width = batch.n_tokens
         self.spread += gain * (abs(f - self.mean) - self.spread)
         self.mean += gain * (f - self.mean)
         unit = self.mean.max(axis=1, keepdims=True) / self.k + 1e-9
         gap = f - self.utility * unit
         edge = unit / 2 + self.noise * self.spread
-        self.utility = np.clip(self.utility + (gap > edge) - (gap < -edge), 0, self.k)
+        step = (gap > edge).astype(np.int8) - (gap < -edge)
+        self.utility = np.clip(self.utility + step * (seen > 0), 0, self.k)
 
     def expect(self, tokens: Sequence[int]) -> None:
         pass
@@ -117,9 +167,12 @@ class Adaptive:
         return self.utility + 0.9 * self.mean / top
 
     def scale(self) -> float:
-        return float(self.mean.max(initial=0.0)) / self.k
+        return self._width * float(self.mean.max(initial=0.0)) / self.k
 
-    def hysteresis(self) -> float:
+    def width(self) -> int:
+        return self._width
+
+    def hysteresis(self, late: bool = False) -> float:
         return 0.0
 
 
@@ -169,12 +222,13 @@ class TokenMemory:
     Without drafted tokens (or without ids, where only counts are known) the score is the prior's fading counts.
 
     It measures itself: for each row, the hits that the best experts by the memory's score would have had among the tokens just
-    observed, against those by the prior; where a fading mean of the difference is not above `margin` of the pairs, the
-    row falls back to the prior until it is. Numbers: on the tiny pair at 25 % 69.3 % of pairs where decayed counts have
-    57.5 (docs/policies.md).
+    observed (every fourth batch, JUDGED), against those by the prior; where a fading mean of the difference is not above
+    `margin` of the pairs, the row falls back to the prior until it is. Numbers: on the tiny pair at 25 % 69.3 % of pairs
+    where decayed counts have 57.5 (docs/policies.md).
     """
 
     ALPHA, BETA, MIX = 1.0, 0.5, 0.3
+    JUDGED = 4  # one batch of so many: a fifth of what observing costs otherwise
 
     def __init__(
         self,
@@ -184,6 +238,7 @@ class TokenMemory:
         decay: float = DECAY,
         swap_gain: float = 0.4,
         prior_gain: float = 0.1,
+        late_gain: float = 0.5,
         margin: float = 0.01,
         n_tokens: int = N_TOKENS_KEPT,
         n_pairs: int = N_PAIRS_KEPT,
@@ -193,11 +248,13 @@ class TokenMemory:
         third of the moves and costs up to 2 % of predicted step time). frequency False: the ablation in which an expert is used
         or not, once a batch."""
         self.prior = Prior(n_rows, n_expert, decay)
-        self.swap_gain, self.prior_gain, self.margin, self.frequency = swap_gain, prior_gain, margin, frequency
+        self.swap_gain, self.prior_gain, self.late_gain = swap_gain, prior_gain, late_gain
+        self.margin, self.frequency = margin, frequency
         self.caps = n_tokens, n_pairs
         self.n_slots = max(1, n_expert // 4)  # for how many experts a row is judged; the policy keeps it up to date
         self.advantage = np.zeros(n_rows)  # fading mean of (memory's hits − prior's hits) / pairs
         self._judged = 0.0
+        self._n_batches = 0
         self.tokens: History | None = None
         self.pairs: History | None = None
         self.expected: list[int] = []
@@ -212,11 +269,13 @@ class TokenMemory:
 
     def observe(self, batch: Batch) -> None:
         if self._uses_memory():
-            self._judge(batch)
+            self._n_batches += 1
+            if self._n_batches % self.JUDGED == 0:
+                self._judge(batch)
         if self.frequency:
-            self.prior.observe(batch.counts, batch.n_tokens)
+            self.prior.observe(batch)
         else:
-            self.prior.observe(np.minimum(batch.counts, 1), batch.n_tokens, 1)
+            self.prior.observe_use(batch)
         if batch.ids is not None and batch.tokens is not None:
             self._learn(batch, batch.ids, batch.tokens.tolist())
         last = batch.last_accepted
@@ -227,17 +286,23 @@ class TokenMemory:
 
     def score(self) -> Table:
         if not self._uses_memory():
-            return self.prior.counts
+            return self.prior.counts_of(float(self.prior.n.max(initial=0.0)))
         return np.where(self.falls_back()[:, None], self._prior_score(), self._memory_score())
 
     def scale(self) -> float:
-        return 1.0 if self._uses_memory() else self._width / max(self.prior.n, 1e-9)
+        return 1.0 if self._uses_memory() else self._width / max(float(self.prior.n.max(initial=0.0)), 1e-9)
 
-    def hysteresis(self) -> float:
-        """`swap_gain` expected uses with known tokens; without, `prior_gain` fading counts, none for batches of one token."""
+    def hysteresis(self, late: bool = False) -> float:
+        """`swap_gain` expected uses with known tokens; without, `prior_gain` fading counts, none for batches of one token, or
+        `late_gain` for moves that are late."""
         if self._uses_memory():
             return self.swap_gain
+        if late:
+            return self.late_gain
         return self.prior_gain if self._width > 1 else 0.0
+
+    def width(self) -> int:
+        return len(self.expected) if self._uses_memory() else max(1, self._width)
 
     def falls_back(self) -> NDArray[np.bool_]:
         """[n_rows]: the memory is known to be no better than the prior here."""
@@ -298,7 +363,7 @@ class TokenMemory:
         for score in (self._memory_score(), self._prior_score()):
             top = np.argpartition(-score, n - 1, axis=1)[:, :n]
             hits.append(np.take_along_axis(batch.counts, top, axis=1).sum(axis=1) / pairs)
-        fade = 0.99**batch.n_tokens
+        fade = 0.99 ** (self.JUDGED * batch.n_tokens)
         self.advantage = fade * self.advantage + (1 - fade) * (hits[0] - hits[1])
         self._judged = fade * self._judged + (1 - fade)
 

@@ -605,7 +605,7 @@ def layer_times(c: Contender, n: int, chain: int, steps: int) -> dict[str, Any]:
     decode = [c.step(n, chain)[0] for _ in range(steps)]
     c.settle()
     perfs = {r.row: (r, experts.perf(r.row)) for r in experts.rows()}
-    experts.reset_perf()
+    experts.reset_perf(times=False)
     total = sum((p for _, p in perfs.values()), native.Perf())
     calls = max(1, total.n_calls)
     cold_bytes = sum(p.n_cold_experts * r.expert_bytes for r, p in perfs.values())

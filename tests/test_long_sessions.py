@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from moespac_llamacpp.chat import Chat
-from moespac_llamacpp.cli import DraftKind, DraftOptions, session
+from moespac_llamacpp.commands.options import LoadOptions
+from moespac_llamacpp.commands.session import session
 from pair import DRAFT, TARGET
 
 #: Longer than 32 tokens, so that no question makes a graph of its own width.
@@ -26,10 +27,10 @@ def host_bytes() -> int:
 
 def grown(n_steps: int) -> tuple[float, int, int]:
     """(MiB of host memory, bytes on the device, steps) between a third of the steps and all of them."""
-    draft = DraftOptions(DraftKind.model, DRAFT, 4)
+    load = LoadOptions(TARGET, 512, threads=1, device="CPU", cache_share=0.25, draft_model=DRAFT, draft_max=4)
     steps = turn = 0
     marks: list[tuple[int, int]] = []
-    with session(TARGET, "CPU", 512, 1, 0.25, None, "moe-spac", draft) as decoder:
+    with session(load) as decoder:
         experts = decoder.context.experts
         assert experts is not None
         for width in WIDTHS:  # each has a graph that is kept

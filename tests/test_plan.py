@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -15,7 +16,8 @@ import pytest
 import lowlevel
 import parity
 from moespac_llamacpp import native
-from moespac_llamacpp.cli import DraftKind, DraftOptions, session
+from moespac_llamacpp.commands.options import LoadOptions
+from moespac_llamacpp.commands.session import session
 from moespac_llamacpp.draft import DraftError
 from moespac_llamacpp.machine import host_memory
 from moespac_llamacpp.models import Context, LoadError, Model, recorded_log
@@ -37,6 +39,7 @@ DRAFT_SIZE = Footprint(8192, 40960, weights=GIB, kv=GIB // 2, compute=GIB // 4, 
 BLOCKS = [Block(128, 2 * MIB, True, il, 8) for il in range(48)]
 #: of what a buffer is rounded up to, and llama.cpp's log down to
 TOLERANCE = 0.02 * MIB
+Q8_0 = 8  # enum ggml_type
 
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------------
@@ -120,13 +123,10 @@ def test_a_containers_limit_counts_and_its_page_cache_does_not(tmp_path: Path) -
 # --- against what is allocated ---------------------------------------------------------------------------------------------
 
 
-def drafting(n_gpu_layers: int = -1) -> DraftOptions:
-    return DraftOptions(DraftKind.model, DRAFT, 4, fixed=True, n_gpu_layers=n_gpu_layers)
-
-
 def test_the_slots_are_those_of_the_plan_and_take_what_it_says() -> None:
     device = native.cpu_device()
-    with session(TARGET, "CPU", 0, 1, None, None, "moe-spac", drafting(), vram="4M") as decoder:
+    load = LoadOptions(TARGET, threads=1, device="CPU", vram="4M", draft_model=DRAFT, draft_max=4, draft_fixed=True)
+    with session(load) as decoder:
         plan = plan_pair(Pair(TARGET, DRAFT, draft_max=4), device, Wishes(vram=4 * MIB))
         assert decoder.context.experts is not None
         rows = decoder.context.experts.rows()
@@ -178,6 +178,43 @@ def test_a_device_with_memory_of_its_own_gets_what_the_plan_says(n_gpu_layers: i
         ):
             assert abs(buffers(lines, device.buffer_name) - draft.device) < 3 * TOLERANCE
         assert plan.device_bytes <= 30 * MIB
+
+
+def test_the_plan_follows_what_llama_cpp_is_told() -> None:
+    """Types of the KV cache, batches, layers left to the CPU, tensors sent elsewhere."""
+    with start_server(or_skip(build_rpc, or_skip(find_source))) as pointer:
+        device = native.device_at(pointer)
+        place = replace(place_of(device), free=100 * MIB)
+        told: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "q8_0": {"context": {"type_k": Q8_0, "type_v": Q8_0, "flash_attn_type": 1}},
+            "small": {"n_batch": 64, "n_ubatch": 64},
+            "layers": {"gpu_layers": 3},
+            "elsewhere": {"overrides": [(r"blk\.[01]\.ffn_.*_exps", device.buffer_type)]},
+        }
+        plans = {
+            name: plan_pair(Pair(TARGET, **options), device, Wishes(vram=60 * MIB), place)
+            for name, options in told.items()
+        }
+        for name, options in told.items():
+            target = plans[name].target
+            model_options = {"n_gpu_layers": options.get("gpu_layers", -1), "overrides": options.get("overrides", ())}
+            batches = {key: options[key] for key in ("n_batch", "n_ubatch") if key in options}
+            with (
+                recorded_log() as lines,
+                Model(TARGET, experts_device=device, **model_options) as model,
+                Context(model, n_ctx=512, device=device, params=options.get("context"), **batches),
+            ):
+                taken = buffers(lines, device.buffer_name)
+            assert abs(taken - target.weights - target.kv - target.compute) < 3 * TOLERANCE, name
+        plain = plans["plain"].target
+        assert plans["q8_0"].target.kv < 0.6 * plain.kv and plans["small"].target.compute < 0.5 * plain.compute
+        assert 0 < plans["layers"].target.kv < plain.kv and plans["layers"].target.host_kv > 0
+        elsewhere = plans["elsewhere"]
+        assert (
+            elsewhere.target.expert_bytes < 0.7 * plain.expert_bytes
+            and elsewhere.slots[:2] == [0, 0] < elsewhere.slots[2:4]
+        )
 
 
 def test_a_context_that_nobody_asked_for_leaves_room_for_experts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,10 +309,13 @@ def test_a_gpu_gets_what_the_plan_says() -> None:
     device = parity.test_device()
     if device.kind not in ("gpu", "igpu"):
         pytest.skip("MOESPAC_TEST_DEVICE names no GPU")
-    with session(TARGET, device.name, 0, 1, None, None, "moe-spac", drafting(), vram="40M") as warm:
+    load = LoadOptions(
+        TARGET, threads=1, device=device.name, vram="40M", draft_model=DRAFT, draft_max=4, draft_fixed=True
+    )
+    with session(load) as warm:
         list(warm.generate(warm.context.model.tokenize("The heron"), 20))  # what CUDA takes once
     before, _ = device.memory
-    with session(TARGET, device.name, 0, 1, None, None, "moe-spac", drafting(), vram="40M") as decoder:
+    with session(load) as decoder:
         plan = plan_pair(Pair(TARGET, DRAFT, draft_max=4), device, Wishes(vram=40 * MIB))
         list(decoder.generate(decoder.context.model.tokenize("The heron"), 20))
         taken = before - device.memory[0]

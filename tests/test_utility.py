@@ -26,14 +26,42 @@ def test_a_batch_whose_parts_differ_in_length_is_refused() -> None:
         batch_of(1, 2, tokens=[1, 2, 3])
 
 
-def test_the_prior_fades_by_the_token_whatever_the_batch_width() -> None:
+def test_the_prior_does_not_care_how_a_text_was_cut_into_batches() -> None:
+    """A prompt of 600 tokens as one batch, or in pieces, or token by token."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 16, (600, 3, 2))
+    ids[:590, 2] = -1  # a last layer that was computed for the last ten tokens only
+    means = []
+    for width in (600, 32, 7, 1):
+        prior = Prior(3, 16)
+        for i in range(0, 600, width):
+            prior.observe(Batch.from_ids(ids[i : i + width], 16))
+        means.append(prior.mean())
+    for mean in means[1:]:
+        np.testing.assert_allclose(mean, means[0], rtol=1e-12)
+    recent = np.bincount(ids[590:, 2].ravel(), minlength=16) > 0
+    assert (means[0][2] > 0).tolist() == recent.tolist()
+    assert means[0].sum(axis=1) == pytest.approx([2.0, 2.0, 2.0])  # two experts a token, also in the last layer
+
+
+def test_the_prior_of_counts_alone_fades_by_the_token_too() -> None:
     wide, narrow = Prior(1, 4, 0.5), Prior(1, 4, 0.5)
-    wide.observe(np.array([[4, 0, 0, 0]], np.int32), 4)
-    wide.observe(np.array([[0, 2, 0, 0]], np.int32), 2)
-    assert wide.counts.tolist() == [[1.0, 2.0, 0.0, 0.0]] and wide.n == 3.0
-    for _ in range(200):
-        narrow.observe(np.array([[1, 0, 0, 0]], np.int32), 1)
-    assert narrow.mean()[0, 0] == pytest.approx(1.0)
+    wide.observe(Batch(np.array([[4, 0, 0, 0]], np.int32), 4))
+    for _ in range(4):
+        narrow.observe(Batch(np.array([[1, 0, 0, 0]], np.int32), 1))
+    np.testing.assert_allclose(wide.counts, narrow.counts)
+    wide.observe(Batch(np.array([[0, 0, 0, 0]], np.int32), 4))  # nothing known of these
+    np.testing.assert_allclose(wide.counts, narrow.counts)
+    assert wide.mean()[0, 0] == pytest.approx(1.0)
+
+
+def test_a_seeded_prior_starts_from_what_was_known() -> None:
+    prior = Prior(1, 4)
+    prior.seed(np.array([[0.5, 0.25, 0.0, 0.0]]), 10.0)
+    assert prior.mean()[0].tolist() == [0.5, 0.25, 0.0, 0.0]
+    for _ in range(100):
+        prior.observe(batch_of(3, n_expert=4))
+    assert prior.mean()[0, 0] < 0.01
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
