@@ -137,13 +137,13 @@ class Residency:
     def hot_set(self) -> HotSet:
         """What another run may start with."""
         self.join()
-        return HotSet(
-            self.experts.states_table() != native.COLD, self.policy.use() if isinstance(self.policy, Warm) else None
-        )
+        use = self.policy.use() if isinstance(self.policy, Warm) else None
+        return HotSet(self.experts.states_table() != native.COLD, use)
 
     def step(self) -> None:
         """Observes the last decode by its counts and starts moves. What has landed becomes visible."""
         start = time.perf_counter()
+        self.window.decoded()
         batch = self._counted()
         self._later(lambda: self.policy.observe(batch))
         self.caller_seconds += time.perf_counter() - start
@@ -173,10 +173,16 @@ class Residency:
 
         Expect tokens only if time passes before their decode: what lands after it was planned for the wrong batch."""
         start = time.perf_counter()
-        self._worker.check()
+        if self._drafting:
+            self._worker.join()  # a draft that was interrupted
         planned, self._ahead, self._asked = self._ahead, None, None
         self._drafting = n_expect > 0
-        moves = planned.result() if planned is not None and not self._drafting else []
+        if planned is None or self._drafting:  # a newer plan is about to be made
+            self._worker.check()
+            moves = []
+        else:
+            self._worker.join()  # ended long ago
+            moves = planned.result()
         self._evict(moves)
         self._look_around()
         self._share_out(max(1, n_expect))
@@ -259,9 +265,8 @@ class Residency:
         if split is None:
             return
         try:
-            self.experts.set_slots(
-                np.minimum(self.n_slots, split)
-            )  # what shrinks first: never more bytes than there were
+            # what shrinks first: never more bytes than there were
+            self.experts.set_slots(np.minimum(self.n_slots, split))
             self.experts.set_slots(split)
             self.n_resplits += 1
         except native.MoeError as error:
