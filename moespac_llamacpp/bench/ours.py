@@ -108,8 +108,7 @@ class Worker:
                 experts.load(row, expert)
         experts.sync()
         experts.publish()
-        limits = {} if max_moves is None else {"max_moves": max_moves}
-        return Residency(experts, make_policy(policy, experts.n_rows, experts.n_expert), **limits)
+        return Residency(experts, make_policy(policy, experts.n_rows, experts.n_expert), max_moves=max_moves)
 
     def _settle(self, residency: Residency) -> None:
         """Lets uploads land, so that they do not disturb whoever runs next, and ends the policy's thread if it has one."""
