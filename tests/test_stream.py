@@ -82,6 +82,17 @@ def run(a: Attached, n: int) -> Array:
     return decode(a.ctx, tokens(n))
 
 
+class Asked:
+    """A batch of tokens for llama_decode, without waiting for the result; keeps what the batch points to."""
+
+    def __init__(self, n: int, seed: int = 0) -> None:
+        self.tokens = (llama_cpp.llama_token * n)(*tokens(n, seed))
+        self.batch = llama_cpp.llama_batch_get_one(self.tokens, n)
+
+    def decode(self, ctx: Context) -> int:
+        return int(llama_cpp.llama_decode(ctx.ptr, self.batch))
+
+
 def close(a: Array, b: Array) -> bool:
     """Up to rounding. On a GPU products of F32 are rounded more (TF32), and that may give single tokens other experts."""
     distance = np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)
@@ -160,8 +171,7 @@ def test_moves_reach_the_map_before_the_next_decode(stream: Callable[..., Attach
 
 def test_the_execution_changes_between_decodes_only(stream: Callable[..., Attached]) -> None:
     a = stream()
-    batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 1)(5), 1)
-    assert llama_cpp.llama_decode(a.ctx.ptr, batch) == 0
+    assert Asked(1).decode(a.ctx) == 0
     with pytest.raises(native.MoeError, match="in flight") as error:
         a.experts.set_execution("portable")
     assert error.value.status == "IN_FLIGHT"
@@ -203,9 +213,8 @@ def test_a_context_takes_what_it_asks_for_and_the_last_one_ends_the_pool(stream:
         return names.count("moe-pool")
 
     a = stream()
-    b = stream(experts={"pool_threads": N_POOL + 2})
-    run(a, 2)
     assert a.experts.pool_threads() == threads() == N_POOL
+    b = stream(experts={"pool_threads": N_POOL + 2})
     run(b, 2)
     assert a.experts.pool_threads() == b.experts.pool_threads() == threads() == N_POOL + 2
     run(a, 2)
@@ -284,6 +293,34 @@ def test_a_thread_that_dies_leaves_the_portable_execution(
         assert close(run(a, n), plain(a, n)) and not in_stream(a.experts)
 
 
+def test_nothing_builds_on_a_decode_that_failed(stream: Callable[..., Attached]) -> None:
+    """As loops over a prompt's batches do, which wait for the last one only."""
+    a = stream()
+    run(a, 9)
+    a.ctx.clear()
+    a.experts.inject_pool_fault(1, 4 * TIMEOUT_MS)
+    assert Asked(9).decode(a.ctx) == 0
+    assert Asked(4).decode(a.ctx) != 0
+    assert "CPU threads did not" in a.experts.failure()
+
+
+def test_an_aborted_decode_leaves_the_threads_as_they_were(stream: Callable[..., Attached]) -> None:
+    a = stream(n_threads=3)
+    expected = run(a, 4)
+    abort = llama_cpp.ggml_abort_callback(lambda _: True)
+    llama_cpp.llama_set_abort_callback(a.ctx.ptr, abort, None)
+    a.ctx.clear()
+    code = Asked(4).decode(a.ctx)
+    if test_device().kind == "cpu":
+        assert code == 2
+    started = time.monotonic()
+    llama_cpp.llama_synchronize(a.ctx.ptr)
+    assert time.monotonic() - started < 5, "nobody waits for what was never launched"
+    llama_cpp.llama_set_abort_callback(a.ctx.ptr, llama_cpp.ggml_abort_callback(), None)
+    assert llama_cpp.llama_n_threads(a.ctx.ptr) == llama_cpp.llama_n_threads_batch(a.ctx.ptr) == 3
+    assert close(run(a, 4), expected)
+
+
 def test_a_context_is_freed_while_a_thread_hangs(stream: Callable[..., Attached]) -> None:
     a, b = stream(), stream()
     run(b, 4)
@@ -300,8 +337,7 @@ def test_a_context_is_freed_in_mid_decode(stream: Callable[..., Attached]) -> No
         ctx = make_context(a.model)
         experts = native.Experts(ctx.ptr, test_device(), execution="in-stream", pool_threads=N_POOL)
         half_resident(experts)
-        batch = llama_cpp.llama_batch_get_one((llama_cpp.llama_token * 4)(*tokens(4, i)), 4)
-        assert llama_cpp.llama_decode(ctx.ptr, batch) == 0
+        assert Asked(4, i).decode(ctx) == 0
         ctx.close()  # frees all that is attached
     assert np.isfinite(run(a, 4)).all()
 

@@ -128,8 +128,9 @@ extern "C" {
     LLAMA_API int32_t llama_moe_set_slots(struct llama_context * ctx, const int32_t * n_slots);
     // Changes the execution; graphs are built anew.
     LLAMA_API int32_t llama_moe_set_execution(struct llama_context * ctx, int32_t execution);
-    // Why the last decode failed after llama_decode had returned, "" if it did not; waits for the decode. Its logits are NaN then, and the
-    // KV cache holds what must not be used: clear it (llama_memory_clear with data). The context stays usable.
+    // Why the last decode failed after llama_decode had returned, "" if it did not; waits for the decode. Its outputs are NaN then, and the
+    // KV cache holds what must not be used: clear it (llama_memory_clear with data). The context stays usable. A decode that follows
+    // without anybody having waited for the failed one fails too.
     LLAMA_API const char * llama_moe_failure(struct llama_context * ctx);
 
     // Bytes that slots, the lane's buffers and the graphs kept per width take on the device now.

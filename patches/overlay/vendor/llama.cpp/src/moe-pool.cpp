@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <fstream>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #if defined(__linux__)
 #include <pthread.h>
@@ -18,13 +20,14 @@
 
 #if defined(__linux__)
 
-// cores of the cgroup's CPU quota, rounded up; 0: no quota
+// cores of the cgroup's CPU quota, to the nearest; 0: no quota
 static int quota_cores() {
     std::ifstream v2("/sys/fs/cgroup/cpu.max");
     std::string quota;
     double period = 0;
     if (v2 >> quota >> period) {
-        return quota == "max" || period <= 0 ? 0 : (int) std::max(1.0, std::stod(quota)/period + 0.5);
+        const double us = std::strtod(quota.c_str(), nullptr); // 0 of "max"
+        return us <= 0 || period <= 0 ? 0 : (int) std::max(1.0, us/period + 0.5);
     }
     std::ifstream q("/sys/fs/cgroup/cpu/cpu.cfs_quota_us");
     std::ifstream p("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
@@ -141,12 +144,12 @@ bool moe_pool::remove(const std::shared_ptr<moe_pool_client> & client) {
         moe_pool_client * c = client.get();
         slot.compare_exchange_strong(c, nullptr);
     }
-    // thread 0 may be looking at it, or threads be computing for it
+    // thread 0 may be looking at it, or threads be computing for it: they read the model's weights, so it is worth waiting for them
     const int64_t t0 = moe_now_us();
     bool gone = true;
     while (in_use.load() == client.get()) {
         std::this_thread::yield();
-        if (moe_now_us() - t0 > 1000000) {
+        if (moe_now_us() - t0 > std::max(client->timeout_us, (int64_t) 1000000)) {
             gone = false;
             break;
         }
@@ -160,15 +163,15 @@ bool moe_pool::remove(const std::shared_ptr<moe_pool_client> & client) {
 }
 
 bool moe_pool::healthy(const moe_pool_client & client) const {
-    // who has just been answered may still see the last thread leave
+    // who has just been answered may still see the last thread leave, or thread 0 look at it
     const int64_t t0 = moe_now_us();
-    while (in_use.load() == &client && busy.load()) {
+    while (in_use.load() == &client) {
         std::this_thread::yield();
         if (moe_now_us() - t0 > 2000) {
             return false;
         }
     }
-    return !broken.load() && !(busy.load() && t0 > deadline_us.load());
+    return n_threads.load() > 0 && !broken.load() && !(busy.load() && t0 > deadline_us.load());
 }
 
 void moe_pool::enter(moe_pool_client & client) {
@@ -191,8 +194,12 @@ void moe_pool::leave(moe_pool_client & client) {
 void moe_pool::grow(int n) {
     std::lock_guard<std::mutex> lock(mutex);
     const uint64_t seen = job_word.load(); // before the new ones count: they take part in all later requests
-    for (int ith = (int) threads.size(); ith < std::min(n, MAX_THREADS); ith++) {
-        threads.emplace_back([this, ith, seen] { work(ith, seen); });
+    try {
+        for (int ith = (int) threads.size(); ith < std::min(n, MAX_THREADS); ith++) {
+            threads.emplace_back([this, ith, seen] { work(ith, seen); });
+        }
+    } catch (const std::system_error &) {
+        // the system has no more: fewer serve
     }
     n_threads = (int) threads.size();
 }
@@ -265,6 +272,10 @@ void moe_pool::take_part(int ith, int n) {
     if (n_left.fetch_sub(1, std::memory_order_acq_rel) == 1) {
         client->finish(given_up);
         in_use.store(nullptr);
+        if (given_up) {
+            std::lock_guard<std::mutex> lock(mutex);
+            kept.reset();
+        }
         broken = false;
         busy.store(false, std::memory_order_release);
     }
@@ -274,11 +285,12 @@ void moe_pool::take_part(int ith, int n) {
 bool moe_pool::lead() {
     for (auto & slot : slots) {
         moe_pool_client * client = slot.load(std::memory_order_acquire);
-        if (!client || !client->active.load(std::memory_order_acquire)) {
+        if (!client) {
             continue;
         }
         in_use.store(client);
-        if (slot.load() != client || !client->poll()) { // it may have been removed meanwhile
+        // it may have been removed, and freed, before it was in use
+        if (slot.load() != client || !client->active.load() || !client->poll()) {
             in_use.store(nullptr);
             continue;
         }

@@ -52,12 +52,13 @@ public:
     ~moe_pool();
 
     void add   (const std::shared_ptr<moe_pool_client> & client);
-    // false: a thread still hangs in the client's request; the pool keeps the client alive until it comes back
+    // Waits for threads that compute for it. false: one still hangs there after the client's time-out; the pool keeps the client alive
+    // until it comes back.
     bool remove(const std::shared_ptr<moe_pool_client> & client);
 
     void enter(moe_pool_client & client); // its decode starts: threads wake up
     void leave(moe_pool_client & client);
-    void grow (int n_threads);            // at least so many threads
+    void grow (int n_threads);            // at least so many threads, if the system has them
     int  size() const { return n_threads.load(); }
     bool healthy(const moe_pool_client & client) const; // would it serve the client, which has no request under way?
 

@@ -298,9 +298,14 @@ int32_t llama_moe_state::set_execution(int32_t execution, std::string & error) {
             }
         }
         if (n > 0 && !s->init(error)) {
-            return LLAMA_MOE_NO_DEVICE_MEMORY;
-        }
-        if (n > 0) {
+            for (auto & l : layers) {
+                l->stream_reason = error;
+            }
+            if (execution == LLAMA_MOE_IN_STREAM) {
+                return LLAMA_MOE_NO_DEVICE_MEMORY;
+            }
+            LLAMA_LOG_WARN("moe: no layer is computed in-stream: %s\n", error.c_str());
+        } else if (n > 0) {
             stream = std::move(s);
         } else if (execution == LLAMA_MOE_IN_STREAM && n_hybrid > 0) {
             const auto first = std::find_if(layers.begin(), layers.end(), [](const auto & l) { return l->block.hybrid(); });
@@ -334,8 +339,11 @@ bool llama_moe_state::use_stream(bool on) {
     }
     std::string error;
     if (!on && !reserve_lane(error)) {
-        device_failed = true; // all experts are computed on the CPU
+        device_failed = lane_failed = true; // all experts are computed on the CPU
         LLAMA_LOG_ERROR("moe: %s\n", error.c_str());
+    }
+    if (on && lane_failed) {
+        device_failed = lane_failed = false;
     }
     LLAMA_LOG_WARN("moe: %s\n", on ? "the pool's threads are back: layers are computed in-stream again"
                                    : "a thread of the pool hangs: until it comes back, layers take the portable execution");
@@ -366,19 +374,31 @@ bool llama_moe_state::is_second_block(const moe_block & block) const {
 //
 
 void llama_moe_state::begin_decode() {
-    if (in_flight) {
-        llama_synchronize(&ctx); // nobody waited for the last decode: its ids may still be on their way into the log
+    failure.clear();
+    if (in_flight) { // nobody waited for the last decode: its ids may still be on their way into the log
+        llama_synchronize(&ctx);
+        // if it failed, this one would build on what it has left: end_ubatch ends it
     }
+    restore_threads();
     if (stream) {
         use_stream(stream->ready());
     }
     graphs.restore(); // memory updates work on the context's own graph
     log.begin_decode();
-    failure.clear();
+}
+
+// after a decode in-stream, whatever ended it
+void llama_moe_state::restore_threads() {
+    if (threads_set) {
+        ctx.cparams.n_threads       = n_threads;
+        ctx.cparams.n_threads_batch = n_threads_batch;
+        threads_set = false;
+    }
 }
 
 void llama_moe_state::begin_ubatch(const llama_ubatch & ubatch) {
     in_flight = true;
+    restore_threads();
     n_ubatches++;
     reused_before = ctx.n_reused;
     if (params.cache_graphs && !ctx.cparams.warmup) {
@@ -401,8 +421,28 @@ void llama_moe_state::begin_ubatch(const llama_ubatch & ubatch) {
     }
 }
 
+// of the model's weights, but for embeddings, which are looked up
+bool llama_moe_state::only_experts_on_host() const {
+    if (only_experts < 0) {
+        only_experts = 1;
+        for (const auto & it : ctx.model.tensors_by_name) {
+            const std::string & name = it.first;
+            const bool looked_up = name.find("token_embd") != std::string::npos || name.find("position_embd") == 0 || name.find("token_types") == 0;
+            const bool expert    = name.find("_exps") != std::string::npos || name.find("_chexps") != std::string::npos;
+            if (!looked_up && !expert && it.second->buffer && ggml_backend_buffer_is_host(it.second->buffer)) {
+                only_experts = 0;
+            }
+        }
+    }
+    return only_experts == 1;
+}
+
 // is all that the CPU has to do in the graph of this width the lookup of the tokens' embeddings?
 bool llama_moe_state::cpu_idles(int n_tokens) const {
+    ggml_backend_dev_t output = ctx.model.dev_output();
+    if (!ctx.cparams.offload_kqv || !output || ggml_backend_dev_type(output) == GGML_BACKEND_DEVICE_TYPE_CPU || !only_experts_on_host()) {
+        return false;
+    }
     for (int il = 0; il < (int) ctx.model.hparams.n_layer_all; il++) {
         ggml_backend_dev_t dev = ctx.model.dev_layer(il);
         if (!dev || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
@@ -420,15 +460,22 @@ bool llama_moe_state::cpu_idles(int n_tokens) const {
 
 bool llama_moe_state::end_ubatch() {
     n_reused += ctx.n_reused - reused_before; // not the counter itself: llama_perf_context_reset zeroes it
-    if (threads_set) {
-        ctx.cparams.n_threads       = n_threads;
-        ctx.cparams.n_threads_batch = n_threads_batch;
-        threads_set = false;
-    }
+    restore_threads();
     const int n_tokens = log.n_tokens();
     std::vector<bool> on_device(rows.size(), false);
+    std::vector<int>  in_stream;
     for (size_t row = 0; row < rows.size(); row++) {
-        on_device[row] = rows[row] && (!runs_hybrid(*rows[row], n_tokens) || runs_in_stream(*rows[row], n_tokens));
+        if (rows[row] && runs_in_stream(*rows[row], n_tokens)) {
+            on_device[row] = true;
+            if (!is_second_block(rows[row]->block)) {
+                in_stream.push_back((int) row);
+            }
+        } else {
+            on_device[row] = rows[row] && !runs_hybrid(*rows[row], n_tokens);
+        }
+    }
+    if (stream) {
+        stream->launched(in_stream);
     }
     if (!ctx.cparams.warmup) { // warm-up graphs have no hook
         log.end_ubatch(on_device, cropped_rows(), ctx.n_outputs, ctx.backend_ptrs, callback != nullptr);
@@ -447,6 +494,7 @@ void llama_moe_state::on_synchronize() {
         return;
     }
     in_flight = false;
+    restore_threads();
     if (stream && !stream->end_decode(failure)) {
         fail(failure);
         poison_outputs();
@@ -466,8 +514,16 @@ void llama_moe_state::poison_outputs() {
     if (ctx.logits.data) {
         std::fill(ctx.logits.data, ctx.logits.data + std::min(ctx.logits.size, (size_t) ctx.n_outputs*ctx.model.vocab.n_tokens()), NAN);
     }
-    if (ctx.embd.data) {
-        std::fill(ctx.embd.data, ctx.embd.data + ctx.embd.size, NAN);
+    for (auto * view : { &ctx.embd, &ctx.embd_nextn, &ctx.sampling.logits, &ctx.sampling.probs }) {
+        if (view->data) {
+            std::fill(view->data, view->data + view->size, NAN);
+        }
+    }
+    for (auto & it : ctx.embd_seq) {
+        std::fill(it.second.begin(), it.second.end(), NAN);
+    }
+    if (ctx.sampling.sampled.data) {
+        std::fill(ctx.sampling.sampled.data, ctx.sampling.sampled.data + ctx.sampling.sampled.size, LLAMA_TOKEN_NULL);
     }
 }
 

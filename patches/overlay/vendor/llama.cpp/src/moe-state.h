@@ -113,7 +113,8 @@ struct llama_moe_state {
 
     std::unique_ptr<moe_stream> stream; // null: no layer can run in-stream
     bool stream_on  = false;            // layers that can, do
-    bool lane_ready = false;            // the portable execution has its buffers
+    bool lane_ready  = false;           // the portable execution has its buffers
+    bool lane_failed = false;           // it got none when it was to stand in
 
     std::unique_ptr<moe_residency> residency; // last: its thread ends before the slots go
 
@@ -122,6 +123,8 @@ private:
     bool runs_hybrid(const moe_layer & l, int n_tokens) const;
     bool runs_in_stream(const moe_layer & l, int n_tokens) const;
     bool cpu_idles(int n_tokens) const;
+    bool only_experts_on_host() const;
+    void restore_threads();
     bool use_stream(bool on);
     bool reserve_lane(std::string & error);
     void count_pairs();
@@ -133,6 +136,7 @@ private:
 
     int32_t n_threads = 0, n_threads_batch = 0; // the context's, while a decode in-stream has them at 1
     bool    threads_set = false;
+    mutable int only_experts = -1;      // only_experts_on_host(), once known
 };
 
 // the CPU op of a hybrid layer (ggml_custom_op_t); user_data: moe_layer

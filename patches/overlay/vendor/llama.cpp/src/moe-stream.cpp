@@ -42,6 +42,8 @@ struct moe_stream_client : public moe_pool_client {
     const moe_block * block = nullptr;
     bool as_f32   = false;
     int  n_tokens = 0;
+    std::vector<int32_t> ids;               // copies: after a failure the device may write on while they are read
+    std::vector<float>   weights;
     std::vector<int32_t> count_of, next_of; // per expert, scratch
 
     // taken by thread 0; read between decodes
@@ -60,7 +62,10 @@ bool moe_stream_client::poll() {
     if (seq == seen) {
         return false;
     }
-    seen     = seq;
+    seen = seq;
+    if (__atomic_load_n(channel.failed, __ATOMIC_ACQUIRE) != GGML_MOE_STREAM_OK) {
+        return false; // nobody waits for it any more
+    }
     begin_us = moe_now_us();
     const int row = (int) (header >> 16 & 0xffff);
     n_tokens = (int) (header & 0xffff);
@@ -70,10 +75,13 @@ bool moe_stream_client::poll() {
     // cold pairs, grouped by expert in ascending order
     lane.begin(*block, as_f32 ? nullptr : (const char *) channel.x);
     const int n_pairs = n_tokens*block->n_used;
+    std::copy_n(channel.ids,     n_pairs, ids.begin());
+    std::copy_n(channel.weights, n_pairs, weights.begin());
     std::fill(count_of.begin(), count_of.begin() + block->n_expert, 0);
     for (int i = 0; i < n_pairs; i++) {
-        if (channel.ids[i] >= 0) {
-            count_of[channel.ids[i]]++;
+        ids[i] = ids[i] < block->n_expert ? ids[i] : -1;
+        if (ids[i] >= 0) {
+            count_of[ids[i]]++;
         }
     }
     int32_t n = 0;
@@ -86,8 +94,8 @@ bool moe_stream_client::poll() {
     }
     lane.pairs.resize(n);
     for (int i = 0; i < n_pairs; i++) {
-        if (channel.ids[i] >= 0) {
-            lane.pairs[next_of[channel.ids[i]]++] = { i/block->n_used, channel.weights[i] };
+        if (ids[i] >= 0) {
+            lane.pairs[next_of[ids[i]]++] = { i/block->n_used, weights[i] };
         }
     }
     perf[row].n++;
@@ -260,7 +268,7 @@ moe_stream::moe_stream(llama_moe_state & st, ggml_backend_dev_t dev) : st(st), d
 }
 
 moe_stream::~moe_stream() {
-    if (client && !pool->remove(client)) {
+    if (client && pool && !pool->remove(client)) {
         LLAMA_LOG_ERROR("moe: a thread of the pool still hangs in a computation for this context: its buffers stay, and it must not outlive the model\n");
     }
 }
@@ -336,8 +344,11 @@ bool moe_stream::init(std::string & error) {
             c.blocks[l->block.row] = l->block;
         }
     }
+    c.ids.resize((size_t) n_max*n_used);
+    c.weights.resize((size_t) n_max*n_used);
     c.count_of.resize(n_expert);
     c.next_of.resize(n_expert);
+    clock_before.resize(n_rows);
 
     size_t size = 0;
     auto place = [&](size_t n) { // flags lie on pages of their own
@@ -355,8 +366,9 @@ bool moe_stream::init(std::string & error) {
     const size_t o_clock   = place(sizeof(uint64_t)*4*n_rows);
     const size_t o_maps    = place(sizeof(int32_t)*n_expert*n_rows);
     c.buf.reset(ggml_backend_buft_alloc_buffer(st.device->host_buft, size));
-    if (!c.buf) {
-        error = "no page-locked host memory for the in-stream execution (" + std::to_string(size) + " bytes)";
+    // CUDA's host buffer type silently gives pageable memory where it cannot lock any: kernels must not be given that
+    if (!c.buf || (api && ggml_backend_buffer_get_type(c.buf.get()) != st.device->host_buft)) {
+        error = "no page-locked host memory for the in-stream execution (" + std::to_string(size) + " bytes; see ulimit -l and GGML_CUDA_NO_PINNED)";
         return false;
     }
     char * base = (char *) ggml_backend_buffer_get_base(c.buf.get());
@@ -387,6 +399,11 @@ bool moe_stream::init(std::string & error) {
     ch.clock   = (uint64_t *) (base + o_clock);
     ch.state   = (uint32_t *) state->data;
     c.timeout_us  = (int64_t) st.params.timeout_ms*1000;
+    constexpr int64_t WATCHED_US = 1000000;
+    if (api && api->has_watchdog(device_index) && c.timeout_us > WATCHED_US) {
+        LLAMA_LOG_WARN("moe: the driver ends kernels of %s that run for seconds: a layer's CPU part may take 1 s instead of %d ms\n", ggml_backend_dev_name(dev), st.params.timeout_ms);
+        c.timeout_us = WATCHED_US;
+    }
     ch.timeout_ns = (uint64_t) c.timeout_us*1500; // the pool gives up first, and says so
 
     for (int row = 0; row < n_rows; row++) {
@@ -411,17 +428,6 @@ bool moe_stream::init(std::string & error) {
         c.join_nodes.push_back(node);
     }
 
-    // a nap ends some 60 µs late: the layers left must take longer than that
-    constexpr int LATE = 4;
-    std::vector<int> in_stream;
-    for (const moe_block & b : c.blocks) {
-        if (b.row >= 0 && !st.is_second_block(b)) {
-            in_stream.push_back(b.row);
-        }
-    }
-    if (api && (int) in_stream.size() >= 2*LATE) {
-        late_row = in_stream[in_stream.size() - LATE];
-    }
     n_cores = moe_pool::usable_cores();
     pool    = moe_pool::of_process();
     try {
@@ -431,7 +437,20 @@ bool moe_stream::init(std::string & error) {
         client.reset();
         return false;
     }
+    grow_pool(1);
+    if (pool->size() == 0) {
+        error = "the system has no thread for the in-stream execution";
+        return false;
+    }
     return true;
+}
+
+int moe_stream::grow_pool(int n_tokens) {
+    const int n = st.params.pool_threads > 0 ? st.params.pool_threads : moe_pool::threads_for(st.n_threads_for(n_tokens), n_cores);
+    if (pool->size() < n) {
+        pool->grow(n);
+    }
+    return n;
 }
 
 size_t moe_stream::device_bytes() const {
@@ -482,28 +501,33 @@ void moe_stream::begin_ubatch(int n_tokens) {
     if (map_dirty) {
         upload_maps();
     }
-    const int n = st.params.pool_threads > 0 ? st.params.pool_threads : moe_pool::threads_for(st.n_threads_for(n_tokens), n_cores);
-    client->n_threads = n;
-    if (pool->size() < n) {
-        pool->grow(n);
-    }
-    if (late_row >= 0) {
-        late_clock = __atomic_load_n(&client->channel.clock[late_row*4 + 2], __ATOMIC_ACQUIRE);
+    client->n_threads = grow_pool(n_tokens);
+    for (size_t row = 0; row < clock_before.size(); row++) {
+        clock_before[row] = __atomic_load_n(&client->channel.clock[row*4 + 2], __ATOMIC_ACQUIRE);
     }
     pool->enter(*client);
     running = true;
 }
 
+void moe_stream::launched(const std::vector<int> & rows) {
+    constexpr int LATE = 4; // a nap ends some 60 µs late: the layers left must take longer than that
+    late_row = api && (int) rows.size() >= 2*LATE ? rows[rows.size() - LATE] : -1;
+}
+
+// It ends when the row has run, or something failed, or it takes unusually long (an eval callback may have stopped the graph).
 void moe_stream::sleep_through() {
     if (!running || late_row < 0) {
         return;
     }
     const ggml_moe_stream_channel & ch = client->channel;
-    const int64_t t0 = moe_now_us();
-    while (__atomic_load_n(&ch.clock[late_row*4 + 2], __ATOMIC_ACQUIRE) == late_clock && __atomic_load_n(ch.failed, __ATOMIC_ACQUIRE) == GGML_MOE_STREAM_OK &&
-            moe_now_us() - t0 < client->timeout_us) {
+    const int64_t t0    = moe_now_us();
+    const int64_t limit = t0 + (slept_us == 0 ? 20000 : std::max((int64_t) 5000, 4*slept_us));
+    while (__atomic_load_n(&ch.clock[late_row*4 + 2], __ATOMIC_ACQUIRE) == clock_before[late_row] &&
+            __atomic_load_n(ch.failed, __ATOMIC_ACQUIRE) == GGML_MOE_STREAM_OK && moe_now_us() < limit) {
         std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
+    slept_us = moe_now_us() - t0;
+    late_row = -1;
 }
 
 bool moe_stream::end_decode(std::string & failure) {
@@ -544,9 +568,10 @@ bool moe_stream::ready() {
 // graph
 //
 
-static ggml_tensor * mark(ggml_tensor * t, const llm_graph_context & g, ggml_backend_t backend, const char * name, int row) {
+static ggml_tensor * mark(ggml_tensor * t, uint64_t epoch, const llm_graph_context & g, ggml_backend_t backend, const char * name, int row) {
     t->op_params[GGML_MOE_STREAM_PARAM]     = GGML_MOE_STREAM_MAGIC_0;
     t->op_params[GGML_MOE_STREAM_PARAM + 1] = GGML_MOE_STREAM_MAGIC_1;
+    memcpy(t->op_params + GGML_MOE_STREAM_OWNER, &epoch, sizeof(epoch));
     ggml_format_name(t, "%s-%d", name, row);
     ggml_backend_sched_set_tensor_backend(g.sched, t, backend);
     return t;
@@ -604,7 +629,7 @@ ggml_tensor * moe_stream::build(const llm_graph_context & g, moe_layer & l, cons
         args[n_args++] = st.log.view_weights(ctx0, b.row, b.n_used, n_tokens, (int) g.n_tokens);
     }
     ggml_tensor * published = mark(ggml_custom_4d(ctx0, GGML_TYPE_I32, b.n_used, n_tokens, GGML_MOE_STREAM_PLANES, 1, args, n_args, emulate_publish, 1,
-            &c.publish_nodes[b.row]), g, st.backend_of(dev), "moe_publish", b.row);
+            &c.publish_nodes[b.row]), st.epoch, g, st.backend_of(dev), "moe_publish", b.row);
     ggml_build_forward_expand(g.gf, published);
 
     n_args = 0;
@@ -617,5 +642,5 @@ ggml_tensor * moe_stream::build(const llm_graph_context & g, moe_layer & l, cons
         }
     }
     args[n_args++] = published;
-    return mark(ggml_custom_4d(ctx0, GGML_TYPE_F32, b.n_embd, n_tokens, 1, 1, args, n_args, emulate_join, 1, &c.join_nodes[b.row]), g, st.backend_of(dev), "moe_join", b.row);
+    return mark(ggml_custom_4d(ctx0, GGML_TYPE_F32, b.n_embd, n_tokens, 1, 1, args, n_args, emulate_join, 1, &c.join_nodes[b.row]), st.epoch, g, st.backend_of(dev), "moe_join", b.row);
 }

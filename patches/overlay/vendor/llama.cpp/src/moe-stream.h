@@ -33,7 +33,8 @@ public:
 
     // around decodes
     void begin_ubatch(int n_tokens);
-    void sleep_through();                   // most of the decode in flight: waiting for the device spins, on a core that the pool's or uploads need
+    void launched(const std::vector<int> & rows); // these are computed in-stream by what has just been launched
+    void sleep_through();                   // most of that: waiting for the device spins, on a core that the pool's or uploads need
     bool end_decode(std::string & failure); // the device has been synchronised; false: the decode failed
     bool ready();                           // may the next decode use it?
     void map_changed() { map_dirty = true; }
@@ -50,14 +51,16 @@ private:
     int  chunk_of(const moe_layer & l) const; // tokens that the layer's products take at once
     ggml_tensor * hot(const llm_graph_context & g, const moe_layer & l, ggml_tensor * x, ggml_tensor * published, int t0, int n) const;
     void upload_maps();
+    int  grow_pool(int n_tokens); // to what a batch of so many tokens is given; returns that
 
     llama_moe_state &  st;
     ggml_backend_dev_t dev;
     const ggml_moe_stream_api * api = nullptr; // null: the CPU's emulation
     int  device_index = 0;                     // of dev in its registry
     int  n_cores = 1;
-    int  late_row = -1;                        // a few before the last; -1: too few rows
-    uint64_t late_clock = 0;                   // when it ended in the decode before
+    int  late_row = -1;                        // of those launched, a few before the last; -1: there is nothing to wait for
+    int64_t slept_us = 0;                      // the last time
+    std::vector<uint64_t> clock_before;        // [n_rows] when each row's join ended before the launch
     bool map_dirty = true;
     bool running   = false;                    // in the decode under way
 

@@ -26,6 +26,8 @@ extern "C" {
 #define GGML_MOE_STREAM_MAGIC_0 0x4d6f4553
 #define GGML_MOE_STREAM_MAGIC_1 0x74726d31 // the layout of the structs below is part of it: a new layout takes a new number
 #define GGML_MOE_STREAM_PARAM   14         // index of the magic in op_params; ggml_custom_4d uses the first six
+#define GGML_MOE_STREAM_OWNER   12         // index of a number that no two graphs with different channels share: captured graphs hold
+                                           // the channel by value, and are compared by the tensors' bytes
 
 enum ggml_moe_stream_kind {
     GGML_MOE_STREAM_PUBLISH = 0, // (x, ids, weights, map, log of ids[, log of weights]) -> I32 [n_used, n_tokens, 3], see below
@@ -82,6 +84,8 @@ struct ggml_moe_stream_api {
     // For how many tokens at once a product with the experts `w` [n_in, n_out, n_slots] takes a kernel that skips pairs with id -1 (their
     // rows stay undefined), lets -1 occur several times and needs no help from the host. 0: there is no such kernel.
     int (*max_tokens)(int device, const struct ggml_tensor * w);
+    // Does the driver kill kernels that run for seconds (a GPU with a display)?
+    bool (*has_watchdog)(int device);
 };
 
 static inline bool ggml_moe_stream_is(const struct ggml_tensor * op) {

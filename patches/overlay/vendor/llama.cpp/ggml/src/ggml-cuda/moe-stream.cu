@@ -29,8 +29,17 @@ static constexpr int MOE_COLS    = 4*MOE_THREADS; // of a row: what a block writ
 static_assert(MOE_COLS == 256, "a block of threads quantises one block of Q8_K");
 
 //
-// memory shared with the host
+// memory shared with the host. The instructions need Volta; older devices are told apart by max_tokens.
 //
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < GGML_CUDA_CC_VOLTA
+
+static __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t *) { NO_DEVICE_CODE; return 0; }
+static __device__ __forceinline__ void store_release_system(uint64_t *, uint64_t) { NO_DEVICE_CODE; }
+static __device__ __forceinline__ void store_relaxed_system(uint32_t *, uint32_t) { NO_DEVICE_CODE; }
+static __device__ __forceinline__ void nap() {}
+
+#else
 
 static __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t * p) {
     uint32_t v;
@@ -45,6 +54,12 @@ static __device__ __forceinline__ void store_release_system(uint64_t * p, uint64
 static __device__ __forceinline__ void store_relaxed_system(uint32_t * p, uint32_t v) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory");
 }
+
+static __device__ __forceinline__ void nap() { // every look is a read over the link that uploads use
+    __nanosleep(100);
+}
+
+#endif
 
 static __device__ __forceinline__ uint64_t device_clock() {
     uint64_t v;
@@ -205,6 +220,7 @@ static __device__ void wait_for_pool(const ggml_moe_stream_channel & ch) {
         if (waited > PATIENCE_NS && load_acquire_system(ch.failed) != GGML_MOE_STREAM_OK) {
             return; // an earlier layer waited in vain, or the pool gave up
         }
+        nap();
     }
 }
 
@@ -328,7 +344,7 @@ bool ggml_cuda_moe_stream(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
 // expert, so that -1 is never found; over 16 tokens it counts pairs first and would go wrong.
 static int max_tokens(int device, const ggml_tensor * w) {
     const int cc = ggml_cuda_info().devices[device].cc;
-    if (!GGML_CUDA_CC_IS_NVIDIA(cc)) {
+    if (!GGML_CUDA_CC_IS_NVIDIA(cc) || cc < GGML_CUDA_CC_VOLTA) {
         return 0;
     }
     if (ggml_is_quantized(w->type)) {
@@ -338,8 +354,13 @@ static int max_tokens(int device, const ggml_tensor * w) {
     return ggml_cuda_should_use_mmf(w->type, cc, WARP_SIZE, w->ne, w->nb, MMF_MAX, /*mul_mat_id =*/ true) ? MMF_MAX : 0;
 }
 
+static bool has_watchdog(int device) {
+    int limited = 0;
+    return cudaDeviceGetAttribute(&limited, cudaDevAttrKernelExecTimeout, ggml_cuda_info().devices[device].physical_device) == cudaSuccess && limited;
+}
+
 const void * ggml_cuda_moe_stream_api() {
-    static const ggml_moe_stream_api api = { max_tokens };
+    static const ggml_moe_stream_api api = { max_tokens, has_watchdog };
     return &api;
 }
 
