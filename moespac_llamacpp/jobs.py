@@ -67,6 +67,8 @@ class Jobs:
         """The items of the generator that `start` gives, which runs when its turn comes. Raises what it raises.
 
         gone: awaited every `poll` seconds; True cancels the job, and ends this."""
+        if self._closing:
+            return
         job = Job(start)
         self._queue.put(job)
         loop = asyncio.get_running_loop()
@@ -106,7 +108,11 @@ class Jobs:
             self._on_end()
 
     def close(self) -> None:
-        """Ends the running job with its next check, and the thread; those that wait get nothing."""
+        """Ends the running job with its next check, and the thread; those that wait get nothing. A second call does nothing."""
         self._closing = True
         self._queue.put(None)
         self._thread.join()
+        with suppress(queue.Empty):
+            while True:
+                if (job := self._queue.get_nowait()) is not None:
+                    job.put("end")

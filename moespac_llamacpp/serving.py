@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, 
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
@@ -113,7 +113,7 @@ class Server:
         """The response to a request, or the start of its stream; errors before the first token have a status of their own."""
         kind = request.url.path
         try:
-            arguments = {**self.defaults, "model": self.name, **body.arguments()}
+            arguments = {**self.defaults, **body.arguments(), "model": self.name}
             if isinstance(body, ChatBody):
                 arguments["chat_template_kwargs"] = {**self.template, **(body.chat_template_kwargs or {})}
             usage = bool((body.stream_options or {}).get("include_usage"))
@@ -196,11 +196,16 @@ def create_app(
     app = FastAPI(title="moespac", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
 
-    @app.middleware("http")
-    async def authorise(request: Request, proceed: Any) -> Any:
-        if request.url.path != "/health" and not server.allows(request):
-            return failure(401, "the API key is missing or wrong", "invalid_request_error", "invalid_api_key")
-        return await proceed(request)
+    # A dependency, not a middleware: behind one, a request does not learn that its client has gone.
+    async def authorised(request: Request) -> None:
+        if not server.allows(request):
+            raise HTTPException(401)
+
+    keyed = [Depends(authorised)]
+
+    @app.exception_handler(401)
+    async def unauthorised(request: Request, error: HTTPException) -> Response:
+        return failure(401, "the API key is missing or wrong", "invalid_request_error", "invalid_api_key")
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -208,15 +213,15 @@ def create_app(
         server.requests[request.url.path, "refused"] += 1
         return failure(400, f"the request is not understood: {where}", "invalid_request_error")
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", dependencies=keyed)
     async def completions(request: Request, body: CompletionBody) -> Response:
         return await server.answer(request, body, llm.create_completion)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", dependencies=keyed)
     async def chat_completions(request: Request, body: ChatBody) -> Response:
         return await server.answer(request, body, llm.create_chat_completion)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", dependencies=keyed)
     async def models() -> Response:
         entry = {"id": server.name, "object": "model", "created": server.created, "owned_by": "moespac"}
         return JSONResponse({"object": "list", "data": [entry]})
@@ -226,7 +231,7 @@ def create_app(
         alive = server.jobs.alive
         return JSONResponse({"status": "ok" if alive else "the worker has ended"}, status_code=200 if alive else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", dependencies=keyed)
     async def show_metrics() -> Response:
         text = metrics.text(server.stats, server.requests, server.jobs.n_waiting)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")

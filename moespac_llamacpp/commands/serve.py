@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,7 +56,20 @@ def serve_command(
             at = listener.getsockname()
             typer.echo(f"moespac: serving {llm.model_path} at http://{host}:{at[1]}/v1", err=True)
             config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE)
-            uvicorn.Server(config).run(sockets=[listener])
+            with suppress(KeyboardInterrupt):  # the usual end
+                _server(config, app.state.server.jobs.close).run(sockets=[listener])
+
+
+def _server(config: Any, before_shutdown: Callable[[], None]) -> Any:
+    """A uvicorn.Server that first ends what its connections wait for: they close by themselves then."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            before_shutdown()
+            await super().shutdown(sockets)
+
+    return Server(config)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -62,7 +78,9 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
-        raise fail(f"cannot listen on {host}, port {port}: {error.strerror}: choose another with --port") from error
+        raise fail(
+            f"cannot listen on {host}, port {port}: {os.strerror(error.errno or 0)}: choose another --port"
+        ) from error
 
 
 def _defaults(sampling: SamplingOptions) -> dict[str, Any]:
