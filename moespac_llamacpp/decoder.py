@@ -147,7 +147,7 @@ class Decoder:
         self.context_shift = context_shift
         self.n_keep = n_keep
         self.telemetry = telemetry
-        #: called between the pieces of a prompt with (tokens done, tokens to do); what it raises ends the generation
+        #: called before each piece of a prompt, and after the last, with (tokens done, of how many); may raise to end it
         self.on_prompt: Callable[[int, int], object] | None = None
         self._run = 0  # the generation that the context belongs to
         self._sampled_by: tuple[Sampling, str | None] = (Sampling(), None)
@@ -271,6 +271,8 @@ class Decoder:
             step = Step("prompt", self.context.n_past, len(chunk), decode_ms=1000 * (decoded - start))
             step.plan_ms = 1000 * (time.perf_counter() - decoded)
             self._tell(step)
+        if self.on_prompt:
+            self.on_prompt(len(prompt) - keep, len(prompt) - keep)
         return logits
 
     def _decode(self, tokens: Sequence[int], *, all_logits: bool) -> NDArray[np.float32]:
