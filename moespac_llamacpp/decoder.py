@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,7 +170,7 @@ class Decoder:
         self._run += 1  # no text under way may go on by another law
         if (sampling, grammar) == self._sampled_by and grammar is None and sampling.seed is None:
             return
-        compiled: Any = compile_grammar(model, grammar) if grammar is not None else None
+        compiled = compile_grammar(model, grammar) if grammar is not None else None
         self.sampler.close()
         self.sampler = Sampler(sampling, model.n_vocab, grammar=compiled)
         self._sampled_by = (sampling, grammar)
