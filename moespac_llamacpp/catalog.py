@@ -110,9 +110,8 @@ def _entry(words: Sequence[str]) -> Entry:
 
 
 def bundled_catalog() -> Path:
-    """models.txt: packed into an installed package, at the top of a working copy."""
-    packed = Path(__file__).parent / "data" / "models.txt"
-    return packed if packed.exists() else Path(__file__).parents[1] / "models.txt"
+    """models.txt."""
+    return Path(__file__).parent / "data" / "models.txt"
 
 
 def find(entries: Sequence[Entry], name: str) -> Entry:

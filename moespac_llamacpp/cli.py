@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from moespac_llamacpp import native
+from moespac_llamacpp.commands.bench import bench
 from moespac_llamacpp.commands.chat import chat_command
 from moespac_llamacpp.commands.doctor import doctor_command
 from moespac_llamacpp.commands.generate import generate_command
@@ -18,6 +19,7 @@ from moespac_llamacpp.commands.plot import inspect_command, plot_command
 from moespac_llamacpp.commands.serve import serve_command
 from moespac_llamacpp.commands.session import resident_map, session, stream, summary
 from moespac_llamacpp.commands.shared import fail, find_device, tell_abort
+from moespac_llamacpp.commands.synth import synth_command
 from moespac_llamacpp.engine import TINY_MODEL
 from moespac_llamacpp.routing import Recorder
 
@@ -118,6 +120,8 @@ app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
 app.command("inspect")(inspect_command)
 app.command("plot")(plot_command)
+app.command("synth")(synth_command)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

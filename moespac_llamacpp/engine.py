@@ -92,19 +92,18 @@ def open_decoder(
     if options.policy not in POLICIES:
         raise ValueError(f"there is no policy {options.policy!r}; there are {', '.join(POLICIES)}")
     telemetry = stack.enter_context(Telemetry(options.telemetry)) if options.telemetry else None
-    overrides = tensor_overrides(options.override_tensor)
-    fields = context_fields(options.flash_attn, options.cache_type_k, options.cache_type_v)
     kind = draft_kind(options)
-    plan = _plan(options, kind, device)
+    plan = plan_of(options, device)
     with progress(f"loading {options.model.name}") as report:
         target = Model(
             options.model,
             experts_device=device,
             n_gpu_layers=options.n_gpu_layers,
-            overrides=overrides,
+            overrides=tensor_overrides(options.override_tensor),
             progress=report,
         )
     stack.enter_context(target)
+    fields = context_fields(options.flash_attn, options.cache_type_k, options.cache_type_v)
     if kind != "none" and target.is_recurrent:
         fields["n_rs_seq"] = options.draft_max  # so many tokens can be taken back, where the architecture can at all
     context = stack.enter_context(_context(options, target, plan, device, fields))
@@ -135,9 +134,21 @@ def open_decoder(
     return decoder, [*notices, *warnings(context.experts, device)]
 
 
-def _plan(options: Options, kind: str, device: native.Device) -> Plan:
-    draft = draft_path(options) if kind == "model" else None
-    pair = Pair(options.model, draft, options.n_gpu_layers_draft, options.n_ctx, options.draft_max)
+def plan_of(options: Options, device: native.Device) -> Plan:
+    """What `open_decoder` loads, and where. LoadError, MoeError, ValueError (a PlanError if it does not fit)."""
+    kind = draft_kind(options)
+    pair = Pair(
+        options.model,
+        draft_path(options) if kind == "model" else None,
+        options.n_gpu_layers_draft,
+        options.n_ctx,
+        options.draft_max if kind != "none" else 0,
+        gpu_layers=options.n_gpu_layers,
+        n_batch=options.n_batch,
+        n_ubatch=options.n_ubatch,
+        overrides=tensor_overrides(options.override_tensor),
+        context=context_fields(options.flash_attn, options.cache_type_k, options.cache_type_v),
+    )
     wishes = Wishes(size_of(options.vram), size_of(options.expert_budget), options.cache_share)
     return plan_pair(pair, device, wishes)
 
@@ -205,7 +216,7 @@ def warnings(experts: native.Experts, device: native.Device) -> Sequence[str]:
     if device.host_buffer_type and pinned < total:
         found.append(
             f"{(total - pinned) / 2**30:.1f} of {total / 2**30:.1f} GiB of experts are not page-locked: uploads run "
-            "at a fraction of the link's speed (see `ulimit -l` and the memory that is free)"
+            "at a fraction of the link's speed (`moespac doctor` says why)"
         )
     for row in experts.rows():
         if not row.hybrid:

@@ -43,8 +43,8 @@ class Estimate:
 def estimate(plan: Plan, profile: Profile) -> Estimate:
     few = max((block.n_expert for block in plan.blocks), default=0) <= FEW_EXPERTS
     hits = tuple(float(np.interp(plan.share, SHARES, table)) for table in (FEW if few else LOW, HIGH))
-    tps = tuple(1 / _seconds(plan, profile, hit) for hit in hits)
-    return Estimate((hits[0], hits[1]), (tps[0], tps[1]))
+    tps = [1 / _seconds(plan, profile, hit) for hit in hits]
+    return Estimate((hits[0], hits[1]), (min(tps), max(tps)))
 
 
 def _seconds(plan: Plan, profile: Profile, hit: float) -> float:

@@ -94,17 +94,22 @@ def _disk_error(what: str, error: OSError) -> FetchError | None:
     return None
 
 
+def free_disk() -> int:
+    """Bytes that are free where the hub's cache is, or will be."""
+    folder = Path(constants.HF_HUB_CACHE)
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
 def _check_room(repo: str, name: str) -> None:
     """Before the first byte, as a download of 20 GB that ends at 19 helps nobody."""
     if isinstance(hub.try_to_load_from_cache(repo, name), str) or constants.HF_HUB_OFFLINE:
         return
     size = hub.get_hf_file_metadata(hub.hf_hub_url(repo, name)).size or 0
-    folder = Path(constants.HF_HUB_CACHE)
-    blobs = folder / f"models--{repo.replace('/', '--')}" / "blobs"
+    blobs = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
     there = max((path.stat().st_size for path in blobs.glob("*.incomplete")), default=0) if blobs.is_dir() else 0
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    free = free_disk()
     if size - there > free:
         raise FetchError(
             f"{repo}/{name}: {size / 1e9:.1f} GB are to be fetched, but the disk of {constants.HF_HUB_CACHE} has "

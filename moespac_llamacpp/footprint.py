@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from moespac_llamacpp import native
 from moespac_llamacpp.header import Header, read_parts
@@ -30,50 +31,63 @@ _COMPUTE = re.compile(r"sched_reserve:\s+(\S+) compute buffer size =\s*([\d.]+) 
 MAX_BATCH, MAX_WIDTHS = 32, 16
 
 
-def weights(parts: Sequence[Header], n_gpu_layers: int, on_gpu: bool) -> tuple[int, int, int]:
-    """(device, host without experts, experts): bytes of a model's tensors. n_gpu_layers: -1 for all, the output included."""
+def weights(
+    parts: Sequence[Header], n_gpu_layers: int, on_gpu: bool, elsewhere: Sequence[tuple[str, bool]] = ()
+) -> tuple[int, int, int]:
+    """(device, host without experts, experts in host memory): bytes of a model's tensors.
+
+    n_gpu_layers: -1 for all, the output included. elsewhere: (pattern, on the device) of tensors that are sent elsewhere, the
+    first that fits counts."""
     n_layer = parts[0].own("block_count")
     n_gpu = (n_layer + 1 if n_gpu_layers < 0 else min(n_gpu_layers, n_layer + 1)) if on_gpu else 0
     first = n_layer + 1 - n_gpu  # upstream offloads from the end; the output counts as the last layer
+    rules = [(re.compile(pattern), there) for pattern, there in elsewhere]
+    tensors = [tensor for part in parts for tensor in part.tensors]
     device = host = experts = 0
-    for tensor in (tensor for part in parts for tensor in part.tensors):
-        layer = _LAYER.match(tensor.name)
-        if _EXPERTS.search(tensor.name):
+    for tensor in tensors:
+        layer, sent = _LAYER.match(tensor.name), [there for rule, there in rules if rule.search(tensor.name)]
+        if _EXPERTS.search(tensor.name) and not any(sent[:1]):
             experts += tensor.n_bytes
+        elif sent:
+            device, host = (device + tensor.n_bytes, host) if sent[0] else (device, host + tensor.n_bytes)
         elif _INPUT.match(tensor.name) or (int(layer[1]) if layer else n_layer) < first:
             host += tensor.n_bytes
         else:
             device += tensor.n_bytes
-    if n_gpu and not any(t.name == "output.weight" for part in parts for t in part.tensors):
+    if n_gpu and not any(tensor.name == "output.weight" for tensor in tensors):
         # the embedding serves as output too, and is there twice
-        device += sum(t.n_bytes for part in parts for t in part.tensors if t.name == "token_embd.weight")
+        device += sum(tensor.n_bytes for tensor in tensors if tensor.name == "token_embd.weight")
     return device, host, experts
 
 
 class Meter:
-    """A dry model whose contexts can be measured. Owns the model; close it."""
+    """A dry model whose contexts can be measured. Owns the model; close it. options: how its contexts are made."""
 
-    def __init__(self, path: Path, device: native.Device, *, n_gpu_layers: int = -1) -> None:
+    def __init__(
+        self, path: Path, device: native.Device, *, n_gpu_layers: int = -1, overrides: Sequence[tuple[str, int]] = ()
+    ) -> None:
         """LoadError as models.Model."""
         self.device = device
+        self.options: dict[str, Any] = {}
         self.on_gpu = device.kind in ("gpu", "igpu")
         with recorded_log():
-            self.model = Model(path, experts_device=device, n_gpu_layers=n_gpu_layers, dry=True)
-        self._weights = weights(read_parts(path), n_gpu_layers, self.on_gpu)
+            self.model = Model(path, experts_device=device, n_gpu_layers=n_gpu_layers, overrides=overrides, dry=True)
+        elsewhere = [(pattern, self.on_gpu and to == device.buffer_type) for pattern, to in overrides]
+        self._weights = weights(read_parts(path), n_gpu_layers, self.on_gpu, elsewhere)
 
     def close(self) -> None:
         self.model.close()
 
     def context(self, n_ctx: int) -> Footprint:
         """The model with a plain context, as a draft has it."""
-        with recorded_log() as lines, Context(self.model, n_ctx=n_ctx, attach=False) as context:
+        with recorded_log() as lines, Context(self.model, n_ctx=n_ctx, attach=False, **self.options) as context:
             return self._footprint(context.n_ctx, lines)
 
     def target(self, n_ctx: int, draft_max: int) -> tuple[Footprint, list[Block]]:
         """The model with experts attached, and its rows. draft_max: verify batches have 1 to draft_max + 1 tokens.
 
         LoadError: a dense model, or no memory even for what a few kilobytes of lane need."""
-        with recorded_log() as lines, Context(self.model, n_ctx=n_ctx, device=self.device) as context:
+        with recorded_log() as lines, Context(self.model, n_ctx=n_ctx, device=self.device, **self.options) as context:
             assert context.experts is not None
             found, lane = self._footprint(context.n_ctx, lines), context.experts.device_bytes()
             blocks = _blocks(context.experts)
@@ -88,10 +102,8 @@ class Meter:
 
     def _width(self, n_ctx: int, n_tokens: int) -> int:
         """Compute buffer on the device of a graph for n_tokens."""
-        with (
-            recorded_log() as lines,
-            Context(self.model, n_ctx=n_ctx, n_batch=n_tokens, n_ubatch=n_tokens, device=self.device) as context,
-        ):
+        options = self.options | {"n_batch": n_tokens, "n_ubatch": n_tokens}
+        with recorded_log() as lines, Context(self.model, n_ctx=n_ctx, device=self.device, **options) as context:
             return self._footprint(context.n_ctx, lines).compute
 
     def _footprint(self, n_ctx: int, lines: Sequence[str]) -> Footprint:

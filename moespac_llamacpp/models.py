@@ -61,7 +61,7 @@ def recorded_log() -> Iterator[list[str]]:
     try:
         yield lines
     finally:
-        _records.remove(lines)
+        _records[:] = [record for record in _records if record is not lines]  # others may hold the same lines
         llama_cpp.llama_log_set(callback, data)
 
 

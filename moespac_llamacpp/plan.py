@@ -87,10 +87,10 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Plan:
-    """slots: of each row. All bytes; `left`: of what may be used on the device, unused."""
+    """Sizes in bytes. slots: of each row, in the order of blocks; usable: what may be used on the device."""
 
     place: Place
-    usable: int  # on the device
+    usable: int
     target: Footprint
     draft: Footprint | None
     blocks: list[Block]

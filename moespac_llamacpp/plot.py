@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moespac_llamacpp.inspection import Contents
+from moespac_llamacpp.plan import size
 from moespac_llamacpp.svg import Drawing
 
 _TIMES = ("draft_ms", "decode_ms", "accept_ms", "plan_ms")
@@ -130,15 +131,15 @@ def draw_telemetry(telemetry: Telemetry, title: str) -> str:
 
 def draw_contents(contents: Contents) -> str:
     """SVG of a model's bytes: each layer's experts, and all the rest."""
-    drawing = Drawing(f"{Path(contents.path).name}: {contents.total_bytes / 2**30:.2f} GiB")
+    drawing = Drawing(f"{Path(contents.path).name}: {size(contents.total_bytes)}")
     rows = []
     for part in contents.layers:
         for layer in range(part.first, part.last + 1):
             used = contents.n_expert_used * part.expert_bytes
             rest = part.n_expert * part.expert_bytes - used
-            rows.append((str(layer), (used, rest), f"{part.n_expert} × {part.expert_bytes / 2**20:.2f} MiB"))
+            rows.append((str(layer), (used, rest), f"{part.n_expert} × {size(part.expert_bytes)}"))
     drawing.bars("bytes of each layer's experts", rows, ("read for a token", "the others"))
     whole = (contents.dense_bytes, contents.expert_bytes)
-    words = f"{whole[0] / 2**30:.2f} GiB dense, {whole[1] / 2**30:.2f} GiB experts"
+    words = f"{size(whole[0])} dense, {size(whole[1])} experts"
     drawing.bars("the whole model", [("", whole, words)], ("dense", "experts"))
     return drawing.svg()

@@ -97,6 +97,8 @@ class Residency:
         self._jobs: list[Callable[[], None]] = []  # not handed over yet
         self._asked: Callable[[], list[Move]] | None = None  # the plan to be made while the target decodes
         self._ahead: Job[list[Move]] | None = None  # the plan that was made while it did
+        self._to_load: list[Move] = []  # the uploads to be started while it does
+        self._loading: Job[None] | None = None
         self._drafting = False
         self._plans_left = 0
         self._moves_left: int = 0
@@ -135,13 +137,13 @@ class Residency:
     def hot_set(self) -> HotSet:
         """What another run may start with."""
         self.join()
-        return HotSet(
-            self.experts.states_table() != native.COLD, self.policy.use() if isinstance(self.policy, Warm) else None
-        )
+        use = self.policy.use() if isinstance(self.policy, Warm) else None
+        return HotSet(self.experts.states_table() != native.COLD, use)
 
     def step(self) -> None:
         """Observes the last decode by its counts and starts moves. What has landed becomes visible."""
         start = time.perf_counter()
+        self.window.decoded()
         batch = self._counted()
         self._later(lambda: self.policy.observe(batch))
         self.caller_seconds += time.perf_counter() - start
@@ -154,6 +156,8 @@ class Residency:
         ValueError, raised by a later call: tokens or accepted have another length than the decode."""
         start = time.perf_counter()
         self.window.decoded()
+        if self._loading is not None:
+            self._loading.wait()  # ended long ago; from here the thread does nothing with the context
         self._hand_over()  # of a prompt in several pieces, one at most is kept
         choices = np.concatenate(self.experts.choices(), axis=1)  # copied: the next decode overwrites them
         n_expert = self.experts.n_expert
@@ -169,10 +173,16 @@ class Residency:
 
         Expect tokens only if time passes before their decode: what lands after it was planned for the wrong batch."""
         start = time.perf_counter()
-        self._worker.check()
+        if self._drafting:
+            self._worker.join()  # a draft that was interrupted
         planned, self._ahead, self._asked = self._ahead, None, None
         self._drafting = n_expect > 0
-        moves = planned.result() if planned is not None and not self._drafting else []
+        if planned is None or self._drafting:  # a newer plan is about to be made
+            self._worker.check()
+            moves = []
+        else:
+            self._worker.join()  # ended long ago
+            moves = planned.result()
         self._evict(moves)
         self._look_around()
         self._share_out(max(1, n_expect))
@@ -180,7 +190,7 @@ class Residency:
         if not self._drafting:
             states = self.experts.states_table()
             self._asked = partial(self._planned, states, moves, self._limits())
-            self._later(lambda: self._load(moves), first=True)
+            self._to_load = moves
             if not self.overlap:
                 self._start(self._asked())
         self.caller_seconds += time.perf_counter() - start
@@ -203,10 +213,11 @@ class Residency:
         if self.sync_moves:
             self.experts.sync()
         n = self.experts.publish()
-        if self.overlap:
+        if self.overlap and self._asked is not None:
+            self._loading = self._worker.submit(partial(self._load, self._to_load))
             self._hand_over()
-            if self._asked is not None:
-                self._ahead = self._worker.submit(self._asked)
+            self._ahead = self._worker.submit(self._asked)
+            self._asked = None
         self.window.decodes()
         self.caller_seconds += time.perf_counter() - start
         return n
@@ -220,9 +231,9 @@ class Residency:
         """May be called twice."""
         self._worker.close()
 
-    def _later(self, call: Callable[[], None], *, first: bool = False) -> None:
+    def _later(self, call: Callable[[], None]) -> None:
         if self.overlap:
-            self._jobs.insert(0 if first else len(self._jobs), call)
+            self._jobs.append(call)
         else:
             call()
 
@@ -254,9 +265,8 @@ class Residency:
         if split is None:
             return
         try:
-            self.experts.set_slots(
-                np.minimum(self.n_slots, split)
-            )  # what shrinks first: never more bytes than there were
+            # what shrinks first: never more bytes than there were
+            self.experts.set_slots(np.minimum(self.n_slots, split))
             self.experts.set_slots(split)
             self.n_resplits += 1
         except native.MoeError as error:

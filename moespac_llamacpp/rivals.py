@@ -64,7 +64,8 @@ class Fiddler:
 
 
 class MixtralOffload:
-    """Least recently used per layer, loaded on demand. Eliseev & Mazur, 'Fast inference of MoE with offloading' (2312.17238).
+    """Least recently used per layer, loaded on demand. Eliseev & Mazur, 'Fast Inference of Mixture-of-Experts Language Models
+    with Offloading' (arXiv 2312.17238).
 
     Only experts that the last batch wanted and missed may enter, in place of those unused for longest. Simplified: they come
     after the batch, not in the middle of it, and under a cap of moves the longest unused are replaced first in any layer; its
@@ -92,9 +93,9 @@ class MoeInfinity:
 
     The sequence's activation matrix (counts per layer and expert) is matched by cosine with those of earlier sequences;
     the score is the use that the running sequence and its match name together, the match weighing like `weight` tokens.
-    Simplified: the most recent `kept` sequences stand for its clustered collection, the match is made once a batch, and
-    its weighting by the distance of a layer from the one in execution is left out, since all layers are planned between
-    two decodes.
+    Simplified: the most recent `kept` sequences stand for its collection of representative ones, and the match is made once a
+    batch. Left out are the weighting by a layer's distance from the one in execution, since all layers are planned between two
+    decodes, and the factor of overall frequency that the authors' public code multiplies into its eviction score.
     """
 
     def __init__(self, n_rows: int, n_expert: int, *, kept: int = 32, weight: float = 16.0) -> None:
@@ -125,9 +126,10 @@ class MoeInfinity:
 class HybriMoe:
     """Score-based: 'minus recent score' of HybriMoE (arXiv 2504.05897), S = α·TopP(s) + (1 − α)·S, s the router's scores.
 
-    Simplified: s is an expert's share of the batch's tokens (router scores are not observed; p is the model's own k
-    then), and α is per token so that the memory does not depend on the batch's width; its value, 0.1, is ours. Its
-    prefetch by the gate and its simulation of the schedule within a layer are left out.
+    Simplified: s is an expert's share of the batch's tokens (router scores are not observed, so that only the model's own k
+    experts of a token score at all, where p of the paper may be larger), and α is per token so that the memory does not depend
+    on the batch's width; its value, 0.1, is ours. Its prefetch by the gate and its simulation of the schedule within a layer
+    are left out.
     """
 
     def __init__(self, n_rows: int, n_expert: int, *, alpha: float = 0.1) -> None:

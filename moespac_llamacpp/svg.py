@@ -60,7 +60,7 @@ class Drawing:
         cell = min(14.0, max(3.0, 480 / n_rows))
         self.text(LEFT, self.y + 12, title)
         self.y += 20
-        every = max(1, round(14 / cell))
+        every = -int(-14 // cell)  # names that would overlap are left out
         for row in range(n_rows):
             y = self.y + row * cell
             if row % every == 0:

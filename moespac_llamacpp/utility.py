@@ -236,7 +236,7 @@ class TokenMemory:
         n_expert: int,
         *,
         decay: float = DECAY,
-        swap_gain: float = 0.4,
+        swap_gain: float | None = None,
         prior_gain: float = 0.1,
         late_gain: float = 0.5,
         margin: float = 0.01,
@@ -244,11 +244,15 @@ class TokenMemory:
         n_pairs: int = N_PAIRS_KEPT,
         frequency: bool = True,
     ) -> None:
-        """swap_gain: hysteresis in expected uses, where tokens are known; prior_gain: in fading counts, where not (0.5 saves a
-        third of the moves and costs up to 2 % of predicted step time). frequency False: the ablation in which an expert is used
-        or not, once a batch."""
+        """Hysteresis: swap_gain in expected uses (0.4), where tokens are known; where not, in fading counts prior_gain, or
+        late_gain for moves that land after the batch that they are planned for. (0.5 instead of 0.1 saves a third of the moves,
+        and costs up to 2 % of predicted step time where they land in time.)
+
+        frequency False: the ablation in which an expert is used or not, once a batch; its swap_gain (0.1 of a chance) makes
+        about as many moves, see docs/policies.md."""
         self.prior = Prior(n_rows, n_expert, decay)
-        self.swap_gain, self.prior_gain, self.late_gain = swap_gain, prior_gain, late_gain
+        self.swap_gain = (0.4 if frequency else 0.1) if swap_gain is None else swap_gain
+        self.prior_gain, self.late_gain = prior_gain, late_gain
         self.margin, self.frequency = margin, frequency
         self.caps = n_tokens, n_pairs
         self.n_slots = max(1, n_expert // 4)  # for how many experts a row is judged; the policy keeps it up to date

@@ -184,6 +184,7 @@ class Contender:
     def settle(self) -> None:
         """Lets uploads land, so that they do not disturb whoever is timed next."""
         if self.residency:
+            self.residency.join()  # its uploads start in a thread
             self.residency.experts.sync()
 
     def fill(self, n: int, chain: int, steps: int) -> None:
@@ -505,6 +506,7 @@ def enter_contenders(bench: Bench) -> None:
         contender.fill(4, bench.chain, math.ceil(bench.chain / 4) if share else 0)
     context, residency = bench.attached(bench.main_share)
     Contender("", context, residency).fill(4, bench.chain, 4)
+    residency.close()
     residency.experts.detach()
     context.experts = None
     bench.add(Contender("detached", context))

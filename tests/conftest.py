@@ -6,6 +6,7 @@ Libraries are imported inside the fixtures: the tests of the build run without l
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def log_for_tests() -> Iterator[None]:
+    """Commands keep llama.cpp's log for themselves; the tests after them read it in lowlevel.log_lines again."""
+    yield
+    if lowlevel := sys.modules.get("lowlevel"):
+        lowlevel.keep_log()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,21 @@ def test_a_disk_that_takes_no_more_is_told(monkeypatch: pytest.MonkeyPatch, numb
     monkeypatch.setattr(fetch.hub, "hf_hub_download", download)
     with pytest.raises(fetch.FetchError, match=words):
         fetch.fetch(HubFile("test/tiny-GGUF", "tiny.gguf"), "tiny.gguf")
+
+
+def test_a_list_says_what_this_machine_lacks() -> None:
+    from moespac_llamacpp.commands.models import lacks
+    from moespac_llamacpp.plan import Place
+
+    entry = find(
+        read_catalog(bundled_catalog()), "qwen3-30b-a3b"
+    )  # 19.2 GB, 18.6 of it the target; 8 GiB to start with
+    rich = Place("GPU0", "a GPU", 24 << 30, 24 << 30, True, True, 60 * 10**9, 64 * 10**9)
+    assert lacks(entry, rich, 10**12) == [] and lacks(entry, rich, None) == []
+    assert lacks(entry, rich, 10 * 10**9) == ["9.2 GB more disk"]
+    poor = replace(rich, host_total=16 * 10**9, total=8 << 30)
+    assert lacks(entry, poor, None) == ["4.6 GB more memory", "1.1 GB more VRAM, or a smaller context"]
+    assert lacks(entry, replace(poor, gpu=False), None) == ["4.6 GB more memory"]
 
 
 # --- the list --------------------------------------------------------------------------------------------------------------

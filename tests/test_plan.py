@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 
+import lowlevel
+import parity
 from moespac_llamacpp import native
 from moespac_llamacpp.commands.options import LoadOptions
 from moespac_llamacpp.commands.session import session
 from moespac_llamacpp.draft import DraftError
 from moespac_llamacpp.machine import host_memory
 from moespac_llamacpp.models import Context, LoadError, Model, recorded_log
-from moespac_llamacpp.plan import RESERVE, Block, Footprint, Place, Plan, PlanError, Wishes, make
+from moespac_llamacpp.plan import RESERVE, Block, Footprint, Place, PlanError, Wishes, make
 from moespac_llamacpp.planner import Pair, place_of, plan_pair
 from native_build import build_rpc, find_source, or_skip
-from pair import DRAFT, TARGET
+from pair import DRAFT, TARGET, target_context
+from pair import Pair as LoadedPair
 from rpc_device import start_server
 from test_chat import moespac
 
@@ -32,6 +39,7 @@ DRAFT_SIZE = Footprint(8192, 40960, weights=GIB, kv=GIB // 2, compute=GIB // 4, 
 BLOCKS = [Block(128, 2 * MIB, True, il, 8) for il in range(48)]
 #: of what a buffer is rounded up to, and llama.cpp's log down to
 TOLERANCE = 0.02 * MIB
+Q8_0 = 8  # enum ggml_type
 
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------------
@@ -172,6 +180,43 @@ def test_a_device_with_memory_of_its_own_gets_what_the_plan_says(n_gpu_layers: i
         assert plan.device_bytes <= 30 * MIB
 
 
+def test_the_plan_follows_what_llama_cpp_is_told() -> None:
+    """Types of the KV cache, batches, layers left to the CPU, tensors sent elsewhere."""
+    with start_server(or_skip(build_rpc, or_skip(find_source))) as pointer:
+        device = native.device_at(pointer)
+        place = replace(place_of(device), free=100 * MIB)
+        told: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "q8_0": {"context": {"type_k": Q8_0, "type_v": Q8_0, "flash_attn_type": 1}},
+            "small": {"n_batch": 64, "n_ubatch": 64},
+            "layers": {"gpu_layers": 3},
+            "elsewhere": {"overrides": [(r"blk\.[01]\.ffn_.*_exps", device.buffer_type)]},
+        }
+        plans = {
+            name: plan_pair(Pair(TARGET, **options), device, Wishes(vram=60 * MIB), place)
+            for name, options in told.items()
+        }
+        for name, options in told.items():
+            target = plans[name].target
+            model_options = {"n_gpu_layers": options.get("gpu_layers", -1), "overrides": options.get("overrides", ())}
+            batches = {key: options[key] for key in ("n_batch", "n_ubatch") if key in options}
+            with (
+                recorded_log() as lines,
+                Model(TARGET, experts_device=device, **model_options) as model,
+                Context(model, n_ctx=512, device=device, params=options.get("context"), **batches),
+            ):
+                taken = buffers(lines, device.buffer_name)
+            assert abs(taken - target.weights - target.kv - target.compute) < 3 * TOLERANCE, name
+        plain = plans["plain"].target
+        assert plans["q8_0"].target.kv < 0.6 * plain.kv and plans["small"].target.compute < 0.5 * plain.compute
+        assert 0 < plans["layers"].target.kv < plain.kv and plans["layers"].target.host_kv > 0
+        elsewhere = plans["elsewhere"]
+        assert (
+            elsewhere.target.expert_bytes < 0.7 * plain.expert_bytes
+            and elsewhere.slots[:2] == [0, 0] < elsewhere.slots[2:4]
+        )
+
+
 def test_a_context_that_nobody_asked_for_leaves_room_for_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moespac_llamacpp.planner.LEAST_CONTEXT", 256)
     small = replace(place_of(native.cpu_device()), free=RESERVE + 20 * MIB)
@@ -188,7 +233,7 @@ def test_the_command_plan() -> None:
     plan = json.loads(done.stdout)
     assert done.returncode == 0 and plan["device_bytes"] <= 4 * MIB and plan["n_slots"] == sum(plan["slots"]) > 0
     assert plan["target"]["expert_bytes"] > 20 * MIB and plan["draft"]["n_ctx"] == 512
-    done = moespac("plan", "-m", str(TARGET), "-md", str(DRAFT), "--vram", "4M")
+    done = moespac("plan", "-md", str(DRAFT), "--vram", "4M")
     assert f"{plan['n_slots']} of 192 experts" in done.stdout and "all experts" in done.stdout
 
 
@@ -208,15 +253,75 @@ def test_too_much_fails_before_anything_is_loaded(arguments: list[str], sentence
     assert done.stderr.startswith("moespac: ") and sentence in done.stderr and done.stderr.count("\n") == 1
 
 
-def bytes_read() -> int:
-    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+def hollow(path: Path, n_expert: int = 128, n_ff: int = 768) -> Path:
+    """A model of Qwen3-30B-A3B's shape, 17 GB, but with the bundled vocabulary, and with a hole in the file for the weights."""
+    n_embd, source = 2048, gguf.GGUFReader(TARGET)
+    own = {"block_count": 48, "embedding_length": n_embd, "context_length": 40960, "rope.dimension_count": 128,
+           "attention.head_count": 32, "attention.head_count_kv": 4, "attention.key_length": 128,
+           "attention.value_length": 128, "expert_count": n_expert, "expert_used_count": 8,
+           "expert_feed_forward_length": n_ff}  # fmt: skip
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    for field in source.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            value = own.get(field.name.removeprefix("qwen3moe."), field.contents())
+            writer.add_key_value(field.name, value, field.types[0], field.types[-1])
+    per_layer = {"attn_norm": (n_embd,), "ffn_norm": (n_embd,), "attn_q_norm": (128,), "attn_k_norm": (128,),
+                 "attn_q": (4096, n_embd), "attn_k": (512, n_embd), "attn_v": (512, n_embd), "attn_output": (n_embd, 4096),
+                 "ffn_gate_inp": (n_expert, n_embd), "ffn_gate_exps": (n_expert, n_ff, n_embd),
+                 "ffn_up_exps": (n_expert, n_ff, n_embd), "ffn_down_exps": (n_expert, n_embd, n_ff)}  # fmt: skip
+    n_vocab = len(source.fields["tokenizer.ggml.tokens"].data)
+    shapes = {"token_embd": (n_vocab, n_embd), "output": (n_vocab, n_embd), "output_norm": (n_embd,)}
+    shapes |= {f"blk.{il}.{name}": shape for il in range(48) for name, shape in per_layer.items()}
+    total = 0
+    for name, shape in shapes.items():
+        exact = len(shape) == 1 or "gate_inp" in name
+        kind = gguf.GGMLQuantizationType.F32 if exact else gguf.GGMLQuantizationType.Q4_K
+        stored = gguf.quant_shape_to_byte_shape(shape, kind)
+        dtype, n_bytes = np.dtype(np.float32 if exact else np.uint8), int(np.prod(stored))
+        writer.add_tensor_info(f"{name}.weight", shape if exact else stored, dtype, n_bytes, raw_dtype=kind)
+        total += -(-n_bytes // 32) * 32
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    os.truncate(path, -(-path.stat().st_size // 32) * 32 + total)
+    return path
 
 
-def test_planning_reads_no_weights() -> None:
-    """Which is why it is quick, however large the model is."""
-    before = bytes_read()
-    plan: Plan = plan_pair(Pair(TARGET), native.cpu_device())
-    assert bytes_read() - before < plan.target.expert_bytes // 4
+def test_a_model_of_true_size_is_planned_without_reading_it(tmp_path: Path) -> None:
+    """Which is why too much fails at once: its weights are a hole in the file, and nobody notices."""
+    path = hollow(tmp_path / "large.gguf")
+    assert path.stat().st_size > 15e9 and path.stat().st_blocks * 512 < 5e6
+    plan = plan_pair(Pair(path, n_ctx=8192), native.cpu_device(), Wishes(share=0.25))
+    assert plan.target.expert_bytes == 48 * 128 * 3 * 768 * 2048 // 256 * 144
+    assert plan.slots == [32] * 48 and plan.target.host_kv == 8192 * 48 * 2 * 4 * 128 * 2
+    with start_server(or_skip(build_rpc, or_skip(find_source))) as pointer:
+        device = native.device_at(pointer)
+        place = replace(place_of(device), free=8 * GIB, total=8 * GIB)
+        small = plan_pair(Pair(path), device, None, place)
+        assert small.target.n_ctx == 10240 and 0.3 < small.share < 0.4 and small.device_bytes <= 7 * GIB
+        with pytest.raises(PlanError, match=r"needs 4\.4\d GiB on the device without .*KV of 40960 tokens 3\.75 GiB"):
+            plan_pair(Pair(path, n_ctx=40960), device, Wishes(vram=4 * GIB), place)
+
+
+def test_a_gpu_gets_what_the_plan_says() -> None:
+    """On the GPU that MOESPAC_TEST_DEVICE names: the device's own reading, whose allocator rounds up and adds pools."""
+    device = parity.test_device()
+    if device.kind not in ("gpu", "igpu"):
+        pytest.skip("MOESPAC_TEST_DEVICE names no GPU")
+    load = LoadOptions(
+        TARGET, threads=1, device=device.name, vram="40M", draft_model=DRAFT, draft_max=4, draft_fixed=True
+    )
+    with session(load) as warm:
+        list(warm.generate(warm.context.model.tokenize("The heron"), 20))  # what CUDA takes once
+    before, _ = device.memory
+    with session(load) as decoder:
+        plan = plan_pair(Pair(TARGET, DRAFT, draft_max=4), device, Wishes(vram=40 * MIB))
+        list(decoder.generate(decoder.context.model.tokenize("The heron"), 20))
+        taken = before - device.memory[0]
+    print(f"planned {plan.device_bytes / MIB:.1f} MiB, taken {taken / MIB:.1f} MiB")
+    assert taken < plan.device_bytes + RESERVE
+    assert taken > plan.device_bytes - plan.target.graphs - 16 * MIB
 
 
 def test_files_that_cannot_be_a_pair_are_told_before_loading(tmp_path: Path) -> None:
@@ -227,3 +332,16 @@ def test_files_that_cannot_be_a_pair_are_told_before_loading(tmp_path: Path) -> 
         plan_pair(Pair(TARGET, other), native.cpu_device())
     with pytest.raises(LoadError, match="a dense model: it has no experts to place"):
         plan_pair(Pair(DRAFT), native.cpu_device())
+
+
+def test_recorded_logs_nest_and_leave_the_log_as_it_was(pair: LoadedPair) -> None:
+    lowlevel.log_lines.clear()
+    with recorded_log() as outer:
+        with recorded_log() as inner, target_context(pair):
+            pass
+        with recorded_log() as empty:
+            pass
+    assert inner and outer == inner and empty == [] and not lowlevel.log_lines
+    with target_context(pair):
+        pass
+    assert lowlevel.log_lines and outer == inner

@@ -9,9 +9,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from moespac_llamacpp.cli import app
+from commands import invoke
 from moespac_llamacpp.inspection import inspect
 from moespac_llamacpp.plot import PlotError, draw_contents, draw_telemetry, read_telemetry
 from moespac_llamacpp.svg import INNER, LEFT, running_mean, shade
@@ -100,14 +99,13 @@ def test_what_is_no_telemetry_is_told_with_its_line(tmp_path: Path, text: str, w
 def test_the_commands_draw(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(session())
-    runner = CliRunner()
-    assert runner.invoke(app, ["plot", str(path)]).exit_code == 0
+    assert invoke("plot", str(path)).exit_code == 0
     ElementTree.parse(tmp_path / "t.svg")
-    assert runner.invoke(app, ["inspect", "--svg", str(tmp_path / "m.svg")]).exit_code == 0
+    assert invoke("inspect", "--svg", str(tmp_path / "m.svg")).exit_code == 0
     ElementTree.parse(tmp_path / "m.svg")
-    done = runner.invoke(app, ["plot", str(path), "-o", str(tmp_path / "none" / "x.svg")])
+    done = invoke("plot", str(path), "-o", str(tmp_path / "none" / "x.svg"))
     assert done.exit_code == 1 and "the drawing cannot be written: No such file or directory" in done.stderr
-    done = runner.invoke(app, ["plot", str(tmp_path / "none.jsonl")])
+    done = invoke("plot", str(tmp_path / "none.jsonl"))
     assert done.exit_code == 1 and "none.jsonl: cannot be read: No such file or directory" in done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -252,3 +253,84 @@ def test_policies_import_neither_ctypes_nor_llama_cpp() -> None:
         assert not [
             i for i in imports if i.split(".")[0] in ("ctypes", "llama_cpp") or i.endswith((".native", ".models"))
         ], name
+
+
+def test_moves_that_land_next_leave_a_gap_and_know_one_batch_less() -> None:
+    """Experts 0 and 1 are resident. Planned while a batch is decoded: victims leave before the next, uploads arrive after it."""
+    steps = steps_of([[0, 1]], [[0, 1]], [[2, 1]], [[2, 1]])
+    plans = [[], [Move(0, 2, 0, 1.0)], [], []]
+    late = replay(steps, Script(*plans), 2, 9, hardware=PLAIN, landing="next")
+    # the second plan is made while batch 2 is decoded: 0 leaves before batch 3, where 2 is not there yet
+    assert late.pair_hit == pytest.approx(100 * (2 + 2 + 1 + 2) / 8)
+    same = replay(steps, Script([], [], [Move(0, 2, 0, 1.0)], []), 2, 9, hardware=PLAIN)
+    assert same.pair_hit == 100
+
+
+def test_moves_that_land_next_hear_no_tokens_and_plan_before_they_observe() -> None:
+    class Ear(Script):
+        def plan(self, resident: np.ndarray, limits: Limits) -> list[Move]:
+            self.heard.append(("plan", limits.late))
+            return []
+
+    ear = Ear()
+    replay(steps_of([[0, 1]], [[2, 3]], tokens=True), ear, 2, 9, landing="next")
+    assert ear.heard == [("plan", True), ("observe", 1)] * 2
+    sync = Ear()
+    replay(steps_of([[0, 1]], tokens=True), sync, 2, 9, landing="next", sync_moves=True)  # waited for: in time
+    assert sync.heard == [("expect", [0]), ("plan", False), ("observe", 1)]
+
+
+def test_by_default_moves_land_as_live(verify_trace: Path, plain_trace: Path) -> None:
+    """Next where a batch is a token that nobody drafted, same where a draft model had to guess."""
+    assert simulate.simulate(load(plain_trace, 1), ("lru",), 0.25)[0].landing == "next"
+    assert simulate.simulate(load(plain_trace, 4), ("lru",), 0.25)[0].landing == "same"
+    assert simulate.simulate(load(verify_trace), ("lru",), 0.25)[0].landing == "same"
+    assert simulate.simulate(load(verify_trace), ("lru",), 0.25, landing="next")[0].landing == "next"
+
+
+def test_a_profile_is_read_from_a_file_and_changes_the_times(
+    plain_trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(dataclasses.asdict(PLAIN)))
+    assert simulate.read_hardware(path) == PLAIN
+    times = []
+    for options in ([], ["--profile", str(path)]):
+        assert simulate.main([str(plain_trace), "--policy", "lru", "--json", *options]) == 0
+        times.append(json.loads(capsys.readouterr().out)["predicted_ms"])
+    assert times[0] != times[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"cpu_pair": -1}, "cpu_pair is -1, it must be a number"),
+        ({"cpu_pair": "fast"}, "cpu_pair is 'fast'"),
+        ({"link_bytes": 0}, "must be above 0"),
+        ({"speed": 9}, "exactly these fields"),
+        ("[]", "exactly these fields"),
+        ("{", "not a JSON file"),
+    ],
+)
+def test_a_profile_that_is_none_is_refused_in_one_sentence(
+    plain_trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: object, complaint: str
+) -> None:
+    path = tmp_path / "mine.json"
+    text = change if isinstance(change, str) else json.dumps(dataclasses.asdict(PLAIN) | change)  # type: ignore[operator]
+    path.write_text(text)
+    assert simulate.main([str(plain_trace), "--profile", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert complaint in error and str(path) in error and error.count("\n") == 1
+
+
+def test_the_switches_of_the_ablation_switch_something(verify_trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def row(*options: str) -> dict[str, object]:
+        assert simulate.main([str(verify_trace), "--policy", "moe-spac", "--json", *options]) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    full = row()
+    assert row("--no-frequency")["pair_hit"] != full["pair_hit"]
+    assert row("--sync-moves")["predicted_ms"] > full["predicted_ms"]  # type: ignore[operator]
+    narrow = row("--window-ms", "0.06")
+    assert narrow["moves_per_step"] < full["moves_per_step"]  # type: ignore[operator]
+    assert row("--window-ms", "0.06", "--no-balancer")["moves_per_step"] > narrow["moves_per_step"]  # type: ignore[operator]

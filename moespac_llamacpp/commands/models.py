@@ -56,9 +56,11 @@ def resolve(model: Path) -> Resolved:
     return Resolved(target, draft, named=True)
 
 
-def lacks(entry: Entry, place: Place) -> list[str]:
-    """What this machine lacks for a pair, one phrase each."""
+def lacks(entry: Entry, place: Place, free_disk: int | None) -> list[str]:
+    """What this machine lacks for a pair, one phrase each. free_disk: bytes for it, None if it is there already."""
     found = []
+    if free_disk is not None and (more := entry.bytes - free_disk) > 0:
+        found.append(f"{more / 1e9:.1f} GB more disk")
     if place.host_total and (more := entry.target_bytes + HOST_MARGIN - place.host_total) > 0:
         found.append(f"{more / 1e9:.1f} GB more memory")
     if place.gpu and (more := entry.vram + RESERVE - place.total) > 0:
@@ -71,7 +73,7 @@ def models_command(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """The models that have a name, and whether they fit this machine."""
-    from moespac_llamacpp.fetch import local
+    from moespac_llamacpp.fetch import free_disk, local
 
     capture_log()
     try:
@@ -86,7 +88,7 @@ def models_command(
         records.append({
             "name": entry.name, "target": str(entry.target), "draft": str(entry.draft) if entry.draft else None,
             "bytes": entry.bytes, "approximate": entry.approximate, "licence": entry.licence, "vram": entry.vram,
-            "fetched": there, "lacks": lacks(entry, place),
+            "fetched": there, "lacks": lacks(entry, place, None if there else free_disk()),
         })  # fmt: skip
     if json:
         typer.echo(dumps(records, indent=1))

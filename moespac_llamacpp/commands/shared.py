@@ -22,9 +22,8 @@ def tell_abort(reason: str) -> None:
     place, _, message = reason.partition(": ")
     name = os.path.basename(place) or "ggml"
     text = (
-        f"\nmoespac: a device failed, and llama.cpp ends the process ({name}: {' '.join(message.split())}): the text above is "
-        "complete up to here; run it again, with less --vram if the device was full; `moespac doctor` shows whether it is "
-        "still there\n"
+        f"\nmoespac: llama.cpp gave up and ends the process ({name}: {' '.join(message.split())}): the text above is complete up "
+        "to here; if a GPU was full, run it again with less --vram; `moespac doctor` shows whether it is still there\n"
     )
     os.write(2, text.encode())
 
