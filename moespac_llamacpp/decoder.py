@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,7 +146,7 @@ class Decoder:
         self.context_shift = context_shift
         self.n_keep = n_keep
         self.telemetry = telemetry
-        #: called between the pieces of a prompt with (tokens done, tokens to do); what it raises ends the generation
+        #: called before each piece of a prompt, and after the last, with (tokens done, of how many); may raise to end it
         self.on_prompt: Callable[[int, int], object] | None = None
         self._run = 0  # the generation that the context belongs to
         self._sampled_by: tuple[Sampling, str | None] = (Sampling(), None)
@@ -171,7 +170,7 @@ class Decoder:
         self._run += 1  # no text under way may go on by another law
         if (sampling, grammar) == self._sampled_by and grammar is None and sampling.seed is None:
             return
-        compiled: Any = compile_grammar(model, grammar) if grammar is not None else None
+        compiled = compile_grammar(model, grammar) if grammar is not None else None
         self.sampler.close()
         self.sampler = Sampler(sampling, model.n_vocab, grammar=compiled)
         self._sampled_by = (sampling, grammar)
@@ -271,6 +270,8 @@ class Decoder:
             step = Step("prompt", self.context.n_past, len(chunk), decode_ms=1000 * (decoded - start))
             step.plan_ms = 1000 * (time.perf_counter() - decoded)
             self._tell(step)
+        if self.on_prompt:
+            self.on_prompt(len(prompt) - keep, len(prompt) - keep)
         return logits
 
     def _decode(self, tokens: Sequence[int], *, all_logits: bool) -> NDArray[np.float32]:

@@ -92,19 +92,18 @@ def open_decoder(
     if options.policy not in POLICIES:
         raise ValueError(f"there is no policy {options.policy!r}; there are {', '.join(POLICIES)}")
     telemetry = stack.enter_context(Telemetry(options.telemetry)) if options.telemetry else None
-    overrides = tensor_overrides(options.override_tensor)
-    fields = context_fields(options.flash_attn, options.cache_type_k, options.cache_type_v)
     kind = draft_kind(options)
-    plan = _plan(options, kind, device, fields, overrides)
+    plan = plan_of(options, device)
     with progress(f"loading {options.model.name}") as report:
         target = Model(
             options.model,
             experts_device=device,
             n_gpu_layers=options.n_gpu_layers,
-            overrides=overrides,
+            overrides=tensor_overrides(options.override_tensor),
             progress=report,
         )
     stack.enter_context(target)
+    fields = context_fields(options.flash_attn, options.cache_type_k, options.cache_type_v)
     if kind != "none" and target.is_recurrent:
         fields["n_rs_seq"] = options.draft_max  # so many tokens can be taken back, where the architecture can at all
     context = stack.enter_context(_context(options, target, plan, device, fields))
@@ -135,13 +134,9 @@ def open_decoder(
     return decoder, [*notices, *warnings(context.experts, device)]
 
 
-def _plan(
-    options: Options,
-    kind: str,
-    device: native.Device,
-    fields: dict[str, Any],
-    overrides: Sequence[tuple[str, int]],
-) -> Plan:
+def plan_of(options: Options, device: native.Device) -> Plan:
+    """What `open_decoder` loads, and where. LoadError, MoeError, ValueError (a PlanError if it does not fit)."""
+    kind = draft_kind(options)
     pair = Pair(
         options.model,
         draft_path(options) if kind == "model" else None,
@@ -151,8 +146,8 @@ def _plan(
         gpu_layers=options.n_gpu_layers,
         n_batch=options.n_batch,
         n_ubatch=options.n_ubatch,
-        overrides=overrides,
-        context=fields,
+        overrides=tensor_overrides(options.override_tensor),
+        context=context_fields(options.flash_attn, options.cache_type_k, options.cache_type_v),
     )
     wishes = Wishes(size_of(options.vram), size_of(options.expert_budget), options.cache_share)
     return plan_pair(pair, device, wishes)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,28 @@ import llama_cpp
 from llama_cpp import llama_grammar
 
 from moespac_llamacpp.models import Model
+from moespac_llamacpp.prefixes import Prefixes
 
 
 class GrammarError(ValueError):
     """A grammar or schema that cannot be used; the text is the sentence for the user."""
 
 
-def compile_grammar(model: Model, gbnf: str) -> Any:
-    """A llama_sampler that leaves the tokens which go on with the grammar's `root`; for Sampler, which frees it.
+@dataclass(frozen=True)
+class Grammar:
+    """sampler: a llama_sampler that leaves the tokens which go on with the grammar's `root`; Sampler frees it. prefixes: None
+    where the grammar asks for tokens, not for their text."""
+
+    sampler: Any
+    prefixes: Prefixes | None
+
+
+#: What is in a grammar beside its rules: strings, sets of characters, comments
+_TEXT = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*')
+
+
+def compile_grammar(model: Model, gbnf: str) -> Grammar:
+    """For Sampler.
 
     GrammarError: llama.cpp cannot parse it."""
     if not gbnf.strip():  # llama.cpp takes an empty grammar for none
@@ -33,7 +49,8 @@ def compile_grammar(model: Model, gbnf: str) -> Any:
         reason = complaint.partition("error parsing grammar: ")[2].strip().partition("\n")[0]
         reason = reason or "it needs a rule `root`, and no rule may start with itself"
         raise GrammarError(f"the grammar cannot be parsed: {reason[:120]}")
-    return sampler
+    names_tokens = re.search("[<!]", _TEXT.sub("", gbnf))
+    return Grammar(sampler, None if names_tokens else model.prefixes)
 
 
 _stderr_lock = threading.Lock()

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from moespac_llamacpp import native
 from moespac_llamacpp.header import InspectError, read_parts
+from moespac_llamacpp.prefixes import Prefixes
 
 #: The tensors of routed experts and their biases, as upstream's --cpu-moe names them.
 EXPERT_TENSORS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps\."
@@ -189,12 +190,23 @@ class Model:
 
     def piece(self, token: int) -> bytes:
         """The token's bytes, b"" for control tokens."""
+        return self._piece(token, special=False)
+
+    def _piece(self, token: int, *, special: bool) -> bytes:
         buffer = ctypes.create_string_buffer(64)
-        n = llama_cpp.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, False)
+        n = llama_cpp.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
         if n < 0:
             buffer = ctypes.create_string_buffer(-n)
-            n = llama_cpp.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, False)
+            n = llama_cpp.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
         return buffer.raw[:n]
+
+    @cached_property
+    def prefixes(self) -> Prefixes:
+        """The vocabulary as a grammar reads it; made once, in a fraction of a second."""
+        return Prefixes(
+            [self._piece(token, special=True) for token in range(self.n_vocab)],
+            [token for token in range(self.n_vocab) if self.ends(token)],
+        )
 
     def ends(self, token: int) -> bool:
         """Does the token end the text or the turn?"""

@@ -13,13 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
 from moespac_llamacpp.shortlist import Shortlist
+
+if TYPE_CHECKING:
+    from moespac_llamacpp.grammar import Grammar
 
 #: What a law without any token draws: the grammar (or a bias) allows nothing here. It ends the text, like an end token.
 END = -1
@@ -83,10 +86,14 @@ class Sampler:
     """A sampler chain of llama.cpp with its state, and the generator that draws. Not for two threads."""
 
     def __init__(
-        self, sampling: Sampling, n_vocab: int, *, rng: np.random.Generator | None = None, grammar: Any = None
+        self,
+        sampling: Sampling,
+        n_vocab: int,
+        *,
+        rng: np.random.Generator | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
-        """rng: shared with another sampler; None: its own, from the seed. grammar: a llama_sampler that removes the tokens that
-        do not go on with it (grammar.compile_grammar), owned from now on."""
+        """rng: shared with another sampler; None: its own, from the seed. grammar: its sampler is owned from now on."""
         self.sampling = sampling
         self.n_vocab = n_vocab
         seed = int.from_bytes(os.urandom(8), "little") if sampling.seed is None else sampling.seed & (2**64 - 1)
@@ -97,7 +104,8 @@ class Sampler:
         self._biased = frozenset(t for t in sampling.logit_bias if 0 <= t < n_vocab)
         self._recent: deque[int] = deque(maxlen=sampling.penalty_last_n)  # as the penalties remember it
         self._head, self._tail = _chain(self._adjusting()), _chain(self._choosing())
-        self._grammar = grammar
+        self._grammar: Any = grammar.sampler if grammar else None
+        self._prefixes = grammar.prefixes if grammar else None
         self._owns_tail = True
         #: the law is the bare argmax: no chain needed
         self.plain = sampling.greedy and not sampling.penalises and not self._biased and grammar is None
@@ -211,7 +219,7 @@ class Sampler:
             # Tokens below the edge are as the model left them: they cannot be among the best if enough reach it still.
             if edge == -np.inf or not self._n_best or np.count_nonzero(candidates["logit"] >= edge) >= self._n_best:
                 return candidates[candidates["logit"] > -np.inf]
-            n *= 8
+            n = n * 8 if self._prefixes is None else len(logits)
 
     def _changed(self, n_vocab: int) -> NDArray[np.int64]:
         """Tokens whose logits the bias or the penalties will change, each once."""
@@ -231,17 +239,27 @@ class Sampler:
         return -np.inf
 
     def _candidates_from(self, logits: NDArray[np.float32], edge: float, changed: NDArray[np.int64]) -> NDArray[Any]:
-        """Candidates whose logits reach the edge, and all whose logits will change."""
-        if edge == -np.inf:
+        """Candidates whose logits reach the edge, and all whose logits will change; without an edge all that can be chosen."""
+        if edge > -np.inf:
+            ids = self._shortlist.reaching(logits, edge)
+            if len(changed):
+                ids = np.concatenate((ids, changed[logits[changed] < edge]))
+        elif self._prefixes is not None:
+            ids = np.sort(self._prefixes.may_follow(self._allowed))
+            ids = ids[: np.searchsorted(ids, len(logits))]
+        else:
             candidates = self._candidates[: len(logits)]
             candidates["id"], candidates["logit"] = np.arange(len(logits)), logits
             return candidates
-        ids = self._shortlist.reaching(logits, edge)
-        if len(changed):
-            ids = np.concatenate((ids, changed[logits[changed] < edge]))
         candidates = self._candidates[: len(ids)]
         candidates["id"], candidates["logit"] = ids, logits[ids]
         return candidates
+
+    def _allowed(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of the tokens the grammar allows."""
+        candidates = np.zeros(len(tokens), _CANDIDATE)
+        candidates["id"] = tokens
+        return np.asarray(_apply(self._grammar, candidates)["logit"] > -np.inf)
 
     def draw(self, law: Law) -> int:
         """A token from the law, END if it has none."""

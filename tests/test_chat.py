@@ -370,3 +370,19 @@ def test_inspect_of_a_split_model(tmp_path: Path) -> None:
     parts[1].unlink()
     with pytest.raises(InspectError, match=r"m-00002-of-00002\.gguf: there is no such file"):
         inspect(parts[0])
+
+
+def test_ctrl_c_stops_the_reading_of_a_prompt(terminal: Callable[..., Terminal]) -> None:
+    """A prompt of many pieces shows how far it is; nothing of it stays in the history."""
+    chat = terminal("-b", "1", "-ub", "1", "-c", "8192", "-n", "8", "--draft", "none")
+    chat.send("heron river " * 340 + "\n")  # as long as a terminal's line may be
+    chat.expect(r"reading the prompt +\d+ %")
+    chat.send("\x03")
+    chat.expect("the answer was stopped")
+    assert int(chat.expect(STATUS)[1]) == 0
+    chat.expect("> ")
+    chat.send(HERON + "\n")
+    second = chat.expect(STATUS)
+    assert int(second[3]) < 40
+    chat.send("/exit\n")
+    assert chat.end()[0] == 0

@@ -46,6 +46,14 @@ def test_memory_is_planned_in_python() -> None:
     assert done.returncode == 1 and "without a single expert" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_answers_have_a_form() -> None:
+    done = example("structured.py")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and len(lines) == 2, done.stderr
+    assert all(re.match(r"'.*' has -?\d+ meanings; \d+ tokens at", line) for line in lines)
+    assert re.search(r"(\d+) of (\d+) prompt tokens reused", lines[1])[1] != "0"  # type: ignore[index]
+
+
 # --- documents -------------------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from moespac_llamacpp.cli import app
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.grammar import JSON_OBJECT, GrammarError, compile_grammar, from_json_schema, read_grammar
 from moespac_llamacpp.models import Context
+from moespac_llamacpp.prefixes import Prefixes
 from pair import Pair, target_context
 from test_acceptance import Upstream, chi_square
 from test_chat import moespac
@@ -65,19 +66,26 @@ def test_every_text_follows_the_schema(pair: Pair, context: Context, name: str, 
         other.close()
 
 
+UMLAUTS = 'root ::= ("é" | "ü" | "…" | "日本" | [ä-ö])+ "."'  # of several bytes each, which are tokens of their own
+TOKENS = "root ::= !<[40]> [a-z]+ <[41]>"  # by number
+
+
+@pytest.mark.parametrize("gbnf", [from_json_schema(SCHEMA), UMLAUTS, TOKENS], ids=["schema", "umlauts", "tokens"])
 @pytest.mark.parametrize("n_groups", [4096, 256], ids=["all", "shortlist"])
 def test_the_law_is_that_of_llama_cpps_chain_with_its_grammar(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, n_groups: int
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, n_groups: int, gbnf: str
 ) -> None:
-    """In each state of the grammar; a shortlist that the grammar leaves too little of grows until it decides."""
+    """In each state of the grammar; where it leaves too little of a shortlist, all tokens that it allows are looked at."""
     monkeypatch.setattr(shortlist, "N_GROUPS", n_groups)
     model = pair.target
     assert (model.n_vocab >= shortlist.MIN_GROUP * n_groups) == (n_groups == 256)
     sampling = Sampling(temperature=1, top_k=8, top_p=0.9, min_p=0.01, repeat_penalty=1.3, seed=0)
     rng = np.random.default_rng(5)
-    full = llama_cpp.llama_sampler_init_grammar(model.vocab, from_json_schema(SCHEMA).encode(), b"root")
+    full = llama_cpp.llama_sampler_init_grammar(model.vocab, gbnf.encode(), b"root")
     theirs = Upstream(sampling, model.n_vocab, [full])
-    with Sampler(sampling, model.n_vocab, grammar=compile_grammar(model, from_json_schema(SCHEMA))) as ours:
+    grammar = compile_grammar(model, gbnf)
+    assert (grammar.prefixes is None) == (gbnf == TOKENS)
+    with Sampler(sampling, model.n_vocab, grammar=grammar) as ours:
         ours.reset()
         text: list[int] = []
         while len(text) < 40:
@@ -95,8 +103,32 @@ def test_the_law_is_that_of_llama_cpps_chain_with_its_grammar(
             text.append(token)
             ours.accept(token)
             theirs.accept(token)
-        assert len(text) > 10
+        assert len(text) > 3
     theirs.close()
+
+
+def test_few_tokens_are_asked_for() -> None:
+    """A vocabulary of letters: whatever the grammar, no token that it allows is missed."""
+    rng = np.random.default_rng(1)
+    letters = [bytes([c]) for c in b"abcdef \xc3\xa4"]
+    pieces = [b"", *letters, *(b"".join(rng.choice(letters, rng.integers(2, 5))) for _ in range(3000)), b"</s>"]
+    ends = [len(pieces) - 1]
+    for without in (b"", b"a", b"d"):  # also where some letters are no tokens
+        kept = [piece for piece in pieces if piece != without or not piece]
+        ends = [len(kept) - 1]
+        prefixes = Prefixes(kept, ends)
+        for texts in ([b"abcdef"], [b"a", b"bc", b" f"], [b"\xc3\xa4" * 3], []):
+            n_asked = 0
+
+            def ask(tokens: np.ndarray, texts: list[bytes] = texts, kept: list[bytes] = kept) -> np.ndarray:
+                nonlocal n_asked
+                n_asked += len(tokens)
+                return np.array([any(text.startswith(kept[t]) for text in texts) for t in tokens], np.bool_)
+
+            found = prefixes.may_follow(ask).tolist()
+            allowed = [t for t, piece in enumerate(kept) if piece and any(text.startswith(piece) for text in texts)]
+            assert set(allowed) <= set(found) and ends[0] in found and len(found) == len(set(found))
+            assert n_asked < 80 and len(found) < (400 if without == b"" else 1500)
 
 
 def test_drafting_keeps_the_law_under_a_grammar(pair: Pair) -> None:

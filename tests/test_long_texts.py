@@ -188,5 +188,8 @@ def test_a_prompt_can_be_left_between_its_pieces(pair: Pair) -> None:
             list(decoder.generate(prompt, 5))
         assert seen == [(0, len(prompt)), (32, len(prompt)), (64, len(prompt))]
         decoder.on_prompt = None
+        seen.clear()
+        decoder.on_prompt = lambda done, total: seen.append((done, total))
         assert len(list(decoder.generate(prompt, 5))) == 5
         assert decoder.report.n_reused == 64
+        assert seen[0] == (0, len(prompt) - 64) and seen[-1] == (len(prompt) - 64,) * 2

@@ -111,8 +111,8 @@ class Worker:
         return Residency(experts, make_policy(policy, experts.n_rows, experts.n_expert), max_moves=max_moves)
 
     def _settle(self, residency: Residency) -> None:
-        """Lets uploads land, so that they do not disturb whoever runs next, and ends the policy's thread if it has one."""
-        getattr(residency, "close", lambda: None)()
+        """Lets uploads land, so that they do not disturb whoever runs next, and ends the policy's thread."""
+        residency.close()
         self.experts.sync()
 
     def _threads(self, n: int) -> None:

@@ -16,14 +16,20 @@ import typer
 
 from moespac_llamacpp.chat import Chat, ContextFullError
 from moespac_llamacpp.commands.options import LoadOptions, SamplingOptions, TemplateOptions, takes
-from moespac_llamacpp.commands.session import session, tell
+from moespac_llamacpp.commands.session import PromptLine, session, tell
+
+
+class Stopped(Exception):
+    """Ctrl-C while the prompt was read."""
 
 
 class Interrupts:
-    """Ctrl-C while an answer comes stops the answer, between two tokens; a second one, or one at other times, interrupts."""
+    """Ctrl-C while an answer comes stops the answer, between two tokens or pieces of the prompt; a second one, or one at other
+    times, interrupts."""
 
     def __init__(self) -> None:
         self.answering = self.pressed = False
+        self.line = PromptLine()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.answering or self.pressed:
@@ -37,6 +43,13 @@ class Interrupts:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+    def look(self, done: int, total: int) -> None:
+        """Between the pieces of a prompt."""
+        if self.pressed:
+            self.line.clear()
+            raise Stopped
+        self.line.show(done, total)
 
     @contextmanager
     def answer(self) -> Iterator[None]:
@@ -75,6 +88,8 @@ def answer(
                     sys.stdout.buffer.flush()
                 if interrupts.pressed:
                     break
+    except Stopped:
+        pass
     except ContextFullError as error:
         if json:
             typer.echo(dumps({"error": str(error)}))
@@ -119,6 +134,7 @@ def chat_command(
     with session(load, sampling) as decoder:
         chat = Chat(decoder, system_prompt, template.values())
         interrupts = Interrupts()
+        decoder.on_prompt = interrupts.look
         if sys.stdin.isatty():
             typer.echo(
                 f"{decoder.context.model.describe()}; /exit ends, /clear forgets, Ctrl-C stops an answer", err=True

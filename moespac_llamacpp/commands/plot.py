@@ -10,10 +10,9 @@ import typer
 
 from moespac_llamacpp.commands.models import resolve
 from moespac_llamacpp.commands.shared import fail
+from moespac_llamacpp.engine import TINY_MODEL
 from moespac_llamacpp.inspection import InspectError, inspect
 from moespac_llamacpp.plot import PlotError, draw_contents, draw_telemetry, read_telemetry
-
-BUNDLED = Path(__file__).parents[1] / "data" / "tiny-moe-Q4_K_M.gguf"
 
 
 def plot_command(
@@ -28,7 +27,9 @@ def plot_command(
 
 
 def inspect_command(
-    model: Annotated[Path, typer.Option("--model", "-m", help="GGUF file to look at, or name (see models).")] = BUNDLED,
+    model: Annotated[
+        Path, typer.Option("--model", "-m", help="GGUF file to look at, or name (see models).")
+    ] = TINY_MODEL,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     svg: Annotated[Path | None, typer.Option("--svg", help="Also draw the bytes into this file.")] = None,
 ) -> None:

@@ -78,12 +78,32 @@ def session(load: LoadOptions, sampling: SamplingOptions | None = None) -> Itera
             options = replace(options, sampling=sampling.sampling(), grammar=sampling.gbnf())
         decoder, notices = open_decoder(options, device, stack, progress)
         tell(notices)
+        decoder.on_prompt = PromptLine().show
         yield decoder
 
 
 def tell(notices: Sequence[str]) -> None:
     for notice in notices:
         typer.echo(f"moespac: {notice}", err=True)
+
+
+class PromptLine:
+    """How far a prompt of several pieces is: a line on stderr, only where somebody can see it."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def show(self, done: int, total: int) -> None:
+        if 0 < done < total and sys.stderr.isatty():
+            self._shown = True
+            typer.echo(f"\rreading the prompt {100 * done // total:3d} %", err=True, nl=False)
+        elif done == total:
+            self.clear()
+
+    def clear(self) -> None:
+        if self._shown:
+            self._shown = False
+            typer.echo("\r" + " " * 24 + "\r", err=True, nl=False)
 
 
 def stream(decoder: Decoder, prompt: list[int], max_tokens: int, stop: Sequence[str] = ()) -> None:
