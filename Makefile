@@ -39,11 +39,16 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Hybrid layers can be executed in two ways; on a CPU the portable one is the default, and these run in the other one too.
+EITHER := tests/test_parity.py tests/test_observe.py tests/test_graphs.py tests/test_moves.py tests/test_errors.py
+
 test: lint stock
 	$(BIN)/python -m pytest -m "not full"
+	MOESPAC_TEST_EXECUTION=in-stream $(BIN)/python -m pytest -q -m "not full" $(EITHER)
 
 test-full: lint stock
 	$(BIN)/python -m pytest
+	MOESPAC_TEST_EXECUTION=in-stream $(BIN)/python -m pytest -q $(EITHER)
 
 clean:
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -5,8 +5,28 @@ Needs the patched llama-cpp-python that `scripts/build_llama.py` installs; an Im
 
 from __future__ import annotations
 
-from moespac_llamacpp._build import require_patched
+from typing import TYPE_CHECKING, Any
 
+from moespac_llamacpp._build import is_command, require_patched
+
+if TYPE_CHECKING:
+    from moespac_llamacpp.api import Moespac
+
+__all__ = ["Moespac", "__version__"]
 __version__ = "0.1.0"
 
-require_patched()
+try:
+    require_patched()
+except ImportError as error:
+    if is_command():  # its user wants the sentence, not where it was raised
+        raise SystemExit(f"moespac: {error}") from None
+    raise
+
+
+def __getattr__(name: str) -> Any:
+    """Moespac, when somebody asks for it: the policies alone need neither llama.cpp nor its types."""
+    if name == "Moespac":
+        from moespac_llamacpp.api import Moespac
+
+        return Moespac
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

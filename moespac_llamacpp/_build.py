@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
+from pathlib import Path
 
 #: The first word of the local version that scripts/build_llama.py gives its build: 0.3.36+moespac.1
 LOCAL_VERSION = "moespac"
@@ -14,6 +16,11 @@ def installed_version() -> str | None:
         return metadata.version("llama-cpp-python")
     except metadata.PackageNotFoundError:
         return None
+
+
+def is_command() -> bool:
+    """Is this process the command `moespac`, not somebody's own program?"""
+    return Path(sys.argv[0]).name == "moespac"
 
 
 def require_patched() -> None:

@@ -6,14 +6,14 @@ template changes afterwards (trimmed, without its reasoning) is tokenized anew, 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from moespac_llamacpp import native
 from moespac_llamacpp.decoder import Decoder, Report
-from moespac_llamacpp.models import Message
+from moespac_llamacpp.models import Message, Model
 
 
 class ContextFullError(ValueError):
@@ -71,34 +71,57 @@ class Turn:
         )
 
 
+class Spoken:
+    """The last text and its answer, with the tokens that they were made of: another tokenization would lose their KV."""
+
+    def __init__(self) -> None:
+        self._text = ""  # "" if there is none
+        self._tokens: list[int] = []
+
+    def tokenize(self, model: Model, text: str) -> list[int]:
+        """The text's tokens; as far as it repeats what was said, the very same ones."""
+        if self._text and text.startswith(self._text):
+            return self._tokens + model.tokenize(text[len(self._text) :], bos=False)
+        return model.tokenize(text)
+
+    def keep(self, model: Model, text: str, prompt: list[int], answer: str, tokens: list[int]) -> None:
+        """`answer` was made of `tokens` after the text, whose tokens are `prompt`."""
+        spoken = [model.piece(token) for token in tokens]
+        self.clear()
+        if model.splices and all(spoken) and b"".join(spoken) == answer.encode():
+            self._text, self._tokens = text + answer, prompt + tokens
+
+    def clear(self) -> None:
+        self._text, self._tokens = "", []
+
+
 class Chat:
     """Messages and the decoder that answers them. After each `say`, `last` is what it did and `total` what all did together."""
 
-    def __init__(self, decoder: Decoder, system: str | None = None) -> None:
-        """ValueError: the model's template takes no system message."""
+    def __init__(
+        self, decoder: Decoder, system: str | None = None, template: Mapping[str, object] | None = None
+    ) -> None:
+        """template: values that the model's template may look at. ValueError: it takes no system message."""
         self.decoder = decoder
         self.system = system
+        self.template = dict(template or {})
         self.messages: list[Message] = []
         self.last = Turn()
         self.total = Turn()
-        # The text that the template gave and the answer after it, with exactly these tokens; "" if there is none.
-        self._text = ""
-        self._tokens: list[int] = []
+        self._spoken = Spoken()
         self.clear()
         self._render("Hello")  # a template that refuses the system message does so before the first question
 
     def clear(self) -> None:
         """Forgets all but the system message."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
-        self._text, self._tokens = "", []
+        self._spoken.clear()
 
     def _render(self, user: str) -> tuple[str, list[int]]:
         """The whole text up to the answer, and its tokens."""
         model = self.decoder.context.model
-        text = model.chat_prompt([*self.messages, {"role": "user", "content": user}])
-        if self._text and text.startswith(self._text):
-            return text, self._tokens + model.tokenize(text[len(self._text) :], bos=False)
-        return text, model.tokenize(text)
+        text = model.chat_prompt([*self.messages, {"role": "user", "content": user}], **self.template)
+        return text, self._spoken.tokenize(model, text)
 
     def say(self, user: str, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Generator[bytes, None, None]:
         """Yields the answer as it comes; bytes, since a character may span tokens. Close it to stop the answer.
@@ -126,41 +149,40 @@ class Chat:
 
     def _keep(self, user: str, text: str, prompt: list[int], said: bytes) -> None:
         report, model = self.decoder.report, self.decoder.context.model
-        self.last = self._turn(report)
+        self.last = turn_of(self.decoder)
         self.total += self.last
         if not said and not report.finish_reason:
             return
         answer = said.decode("utf-8", "ignore")  # a stopped answer may end within a character
         self.messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
-        spoken = [model.piece(token) for token in report.tokens]
-        self._text, self._tokens = "", []
-        if model.splices and all(spoken) and b"".join(spoken) == answer.encode():
-            self._text, self._tokens = text + answer, prompt + report.tokens
-
-    def _turn(self, report: Report) -> Turn:
-        experts = self.decoder.context.experts
-        perf = experts.perf_total() if experts else native.Perf()
-        return Turn(
-            n_turns=1,
-            n_prompt=report.n_prompt,
-            n_reused=report.n_reused,
-            n_generated=report.n_generated,
-            n_drafted=report.n_drafted,
-            n_accepted=report.n_accepted,
-            n_hot_pairs=perf.n_hot_pairs,
-            n_cold_pairs=perf.n_cold_pairs,
-            n_loads=perf.n_loads,
-            n_load_bytes=perf.n_load_bytes,
-            resident_bytes=resident_bytes(experts) if experts else 0,
-            prompt_seconds=report.prompt_seconds,
-            seconds=report.seconds,
-            finish_reason=report.finish_reason or "interrupted",
-        )
+        self._spoken.keep(model, text, prompt, answer, report.tokens)
 
     @property
     def full(self) -> bool:
         """Did the last answer end because the context was full?"""
         return self.last.finish_reason == "length" and self.decoder.context.n_past >= self.decoder.context.n_ctx
+
+
+def turn_of(decoder: Decoder) -> Turn:
+    """What the decoder's last generation did, if the experts' counters were set to zero before it."""
+    report, experts = decoder.report, decoder.context.experts
+    perf = experts.perf_total() if experts else native.Perf()
+    return Turn(
+        n_turns=1,
+        n_prompt=report.n_prompt,
+        n_reused=report.n_reused,
+        n_generated=report.n_generated,
+        n_drafted=report.n_drafted,
+        n_accepted=report.n_accepted,
+        n_hot_pairs=perf.n_hot_pairs,
+        n_cold_pairs=perf.n_cold_pairs,
+        n_loads=perf.n_loads,
+        n_load_bytes=perf.n_load_bytes,
+        resident_bytes=resident_bytes(experts) if experts else 0,
+        prompt_seconds=report.prompt_seconds,
+        seconds=report.seconds,
+        finish_reason=report.finish_reason or "interrupted",
+    )
 
 
 def resident_bytes(experts: native.Experts) -> int:

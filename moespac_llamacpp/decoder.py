@@ -6,17 +6,30 @@ A step without a draft is a plain decode of one token. The KV of what a prompt s
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moespac_llamacpp.acceptance import Sampler, Sampling, log_probability, verify
+from moespac_llamacpp.acceptance import END, Sampler, Sampling, log_probability, top_log_probabilities, verify
 from moespac_llamacpp.draft import Draft, Drafter, DraftError, DraftLength, NoDraft, common_prefix
+from moespac_llamacpp.grammar import compile_grammar
 from moespac_llamacpp.models import Context
 from moespac_llamacpp.residency import Residency
+from moespac_llamacpp.telemetry import Step, Telemetry
+
+#: Why a generation that was left for another one cannot go on
+ABANDONED = "this text cannot go on: another one was started with the model since, or it was closed"
+
+#: (token, log-probability) of the likeliest tokens of a place, likeliest first
+Top = list[tuple[int, float]]
+
+
+class PromptError(ValueError):
+    """The prompt is empty or does not fit the context; the text is the sentence for the user."""
 
 
 @dataclass
@@ -31,6 +44,7 @@ class Report:
     n_steps: int = 0  # decodes after the prompt
     n_drafted: int = 0
     n_accepted: int = 0
+    n_shifts: int = 0  # times that the full context forgot half of its text
     prompt_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0  # the target's decodes after the prompt
@@ -39,6 +53,11 @@ class Report:
     finish_reason: str = ""  # "stop": the model or a stop string ended it; "length": max_tokens or the context
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of `tokens`, natural, the target's own; if asked for
+    top_logprobs: list[Top] = field(default_factory=list)  # of the places of `tokens`; if asked for
+    prompt_logprobs: list[float] = field(
+        default_factory=list
+    )  # of all tokens of the prompt but the first; if asked for
+    prompt_top_logprobs: list[Top] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)  # sentences for the user, each said once per decoder
 
     @property
@@ -88,6 +107,10 @@ class Decoder:
 
     drafter: guesses tokens, up to `draft_max` a step; how many is measured while it runs, unless `draft_fixed`. With a seed
     but without `draft_fixed`, text that is sampled follows the target's law but depends on times: a fixed length repeats it.
+    sampling, grammar: of the texts to come, until `sample_by` changes them.
+    context_shift: a full context forgets half of what follows its first n_keep tokens (-1: the prompt) and goes on, where the
+    model's memory can; otherwise the text ends there.
+    telemetry: gets a record of each decode.
     all_logits: ask for the logits of every prompt token. Most models compute their last layer only for tokens with logits, so
     whoever observes routers (a trace) wants them all.
     """
@@ -101,9 +124,13 @@ class Decoder:
         draft_max: int = 8,
         draft_fixed: bool = False,
         sampling: Sampling | None = None,
+        grammar: str | None = None,
+        context_shift: bool = False,
+        n_keep: int = 0,
+        telemetry: Telemetry | None = None,
         all_logits: bool = False,
     ) -> None:
-        """DraftError: the target cannot roll back, so that nothing can be drafted for it."""
+        """DraftError: the target cannot roll back, so that nothing can be drafted for it. GrammarError: of `sample_by`."""
         self.context = context
         self.residency = residency
         self.all_logits = all_logits
@@ -117,31 +144,67 @@ class Decoder:
             raise ValueError(f"draft_max is a number of tokens, not {draft_max}")
         limit = min(draft_max, context.n_batch - 1, context.n_snapshots or draft_max)
         self.length = DraftLength(limit if drafts else 0, fixed=draft_fixed)
-        self.sampler = Sampler(sampling or Sampling(), context.model.n_vocab)
+        self.context_shift = context_shift
+        self.n_keep = n_keep
+        self.telemetry = telemetry
+        #: called between the pieces of a prompt with (tokens done, tokens to do); what it raises ends the generation
+        self.on_prompt: Callable[[int, int], object] | None = None
+        self._run = 0  # the generation that the context belongs to
+        self._sampled_by: tuple[Sampling, str | None] = (Sampling(), None)
+        self.sampler = Sampler(Sampling(), context.model.n_vocab)
+        self.sample_by(sampling or Sampling(), grammar)
         self.report = Report()
         self._kv: list[int] = []  # the tokens whose KV the context holds
-        self._said_off = False
+        self._n_own = context.n_ctx  # so many of them at most have seen only the tokens before them in _kv (`_shift`)
+        self._n_keep = 0
+        self._want_logs, self._n_top = False, 0
+        self._said_off = self._said_no_shift = False
 
     def close(self) -> None:
-        """Frees the sampler; context and drafter are the caller's."""
+        """Frees the sampler; context and drafter are the caller's. A generation under way ends with its next token."""
+        self._run += 1
         self.sampler.close()
 
-    def generate(self, prompt: Sequence[int], max_tokens: int, *, logprobs: bool = False) -> Generator[int, None, None]:
+    def sample_by(self, sampling: Sampling, grammar: str | None = None) -> None:
+        """Sets the law of the texts to come. grammar: GBNF that they must follow. GrammarError: it cannot be parsed."""
+        model = self.context.model
+        self._run += 1  # no text under way may go on by another law
+        if (sampling, grammar) == self._sampled_by and grammar is None and sampling.seed is None:
+            return
+        compiled: Any = compile_grammar(model, grammar) if grammar is not None else None
+        self.sampler.close()
+        self.sampler = Sampler(sampling, model.n_vocab, grammar=compiled)
+        self._sampled_by = (sampling, grammar)
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        logprobs: bool = False,
+        n_top: int = 0,
+        prompt_logprobs: bool = False,
+    ) -> Generator[int, None, None]:
         """Yields the tokens after the prompt, which is the whole text so far; `self.report` is this run's.
 
-        ValueError: the prompt is empty or longer than the context."""
+        logprobs: record the tokens' log-probabilities, and the n_top likeliest of each place. prompt_logprobs: those of the
+        prompt's tokens too, for which all of it is evaluated.
+        PromptError: the prompt is empty or longer than the context. RuntimeError: another text has been started meanwhile."""
         context, report = self.context, Report(n_prompt=len(prompt))
         self.report = report
+        self._run = run = self._run + 1
+        self._want_logs, self._n_top = logprobs, n_top
         if not prompt or len(prompt) > context.n_ctx:
-            raise ValueError(f"the prompt has {len(prompt)} tokens, the context has room for 1 to {context.n_ctx}")
+            raise PromptError(f"the prompt has {len(prompt)} tokens, the context has room for 1 to {context.n_ctx}")
         if max_tokens <= 0:  # as llama-cpp-python: until the context is full
             max_tokens = context.n_ctx
+        self._n_keep = len(prompt) if self.n_keep < 0 else self.n_keep
         before = self.drafter.n_evaluated
         start = time.perf_counter()
-        logits = self._prompt(prompt)
+        logits = self._prompt(prompt, prompt_logprobs)
         self.sampler.reset(prompt)
         tokens = verify(self.sampler, logits[-1:], [])
-        self._log(logits[-1:], tokens, logprobs)
+        self._log(logits[-1:], tokens)
         if self.length.draft_max:
             self.drafter.begin(prompt)
             self.drafter.accept(0, tokens[0])
@@ -150,23 +213,25 @@ class Decoder:
         try:
             while True:
                 for token in tokens:
-                    if context.model.ends(token):
+                    if token == END or context.model.ends(token):
                         report.finish_reason = "stop"
                         return
                     report.tokens.append(token)
                     report.n_generated += 1
                     yield token
+                    if self._run != run:
+                        raise RuntimeError(ABANDONED)
                     if report.n_generated >= max_tokens:
                         report.finish_reason = "length"
                         return
-                if context.n_past >= context.n_ctx:
+                if context.n_past >= context.n_ctx and not self._shift():
                     report.finish_reason = "length"
                     return
-                tokens = self._step(tokens[-1], max_tokens - report.n_generated, logprobs)
+                tokens = self._step(tokens[-1], max_tokens - report.n_generated)
         finally:
             report.seconds = time.perf_counter() - start
             report.n_draft_evaluated = self.drafter.n_evaluated - before
-            del report.logprobs[len(report.tokens) :]
+            del report.logprobs[len(report.tokens) :], report.top_logprobs[len(report.tokens) :]
 
     def stream(
         self, prompt: Sequence[int], max_tokens: int, *, stop: Sequence[str] = (), logprobs: bool = False
@@ -184,20 +249,28 @@ class Decoder:
         if rest := stopper.rest():
             yield rest
 
-    def _prompt(self, prompt: Sequence[int]) -> NDArray[np.float32]:
+    def _prompt(self, prompt: Sequence[int], log_all: bool) -> NDArray[np.float32]:
         """Evaluates what the context does not hold yet; logits of the last token in the last row."""
-        held = self._kv[: self.context.n_past]
-        keep = min(common_prefix(held, prompt), len(prompt) - 1)  # the last token's logits are needed
+        held = self._kv[: min(self.context.n_past, self._n_own)]
+        keep = 0 if log_all else min(common_prefix(held, prompt), len(prompt) - 1)  # the last token's logits are needed
         # also where nothing is to be forgotten: an interrupted decode may have left cells behind
         if not self._roll_back(keep):
             keep = 0
         self.report.n_reused = keep
-        new = prompt[keep:]
-        for i in range(0, len(new), self.context.n_batch):
-            chunk = new[i : i + self.context.n_batch]
-            logits = self._decode(chunk, all_logits=self.all_logits)
+        for i in range(keep, len(prompt), self.context.n_batch):
+            if self.on_prompt:
+                self.on_prompt(i - keep, len(prompt) - keep)
+            chunk = prompt[i : i + self.context.n_batch]
+            start = time.perf_counter()
+            logits = self._decode(chunk, all_logits=self.all_logits or log_all)
+            decoded = time.perf_counter()
+            if log_all:
+                self._log_prompt(logits, prompt[i + 1 : i + 1 + len(chunk)])
             if self.residency:
-                self.residency.observe(chunk, starts=keep == 0 and i == 0)
+                self.residency.observe(chunk, starts=i == 0)
+            step = Step("prompt", self.context.n_past, len(chunk), decode_ms=1000 * (decoded - start))
+            step.plan_ms = 1000 * (time.perf_counter() - decoded)
+            self._tell(step)
         return logits
 
     def _decode(self, tokens: Sequence[int], *, all_logits: bool) -> NDArray[np.float32]:
@@ -216,13 +289,33 @@ class Decoder:
             self._forget()
             return False
         del self._kv[n_past:]
+        if n_past <= self._n_own:
+            self._n_own = self.context.n_ctx
         return True
 
     def _forget(self) -> None:
         self.context.clear()
-        self._kv = []
+        self._kv, self._n_own = [], self.context.n_ctx
 
-    def _step(self, token: int, n_wanted: int, logprobs: bool) -> list[int]:
+    def _shift(self) -> bool:
+        """Makes room in a full context, if that was asked for and can be done."""
+        if not self.context_shift:
+            return False
+        n_keep = min(self._n_keep, self.context.n_past - 4)  # a few tokens at least are to go
+        n_discard = (self.context.n_past - n_keep) // 2
+        if n_keep < 0 or not self.context.shift(n_keep, n_discard):
+            if not self._said_no_shift:
+                self._said_no_shift = True
+                self.report.notices.append("this model's memory cannot shift: the text ends where the context is full")
+            return False
+        del self._kv[n_keep : n_keep + n_discard]
+        # What comes after has seen what is gone: later prompts may not take it for their own.
+        self._n_own = min(self._n_own, n_keep)
+        self.drafter.shift(n_keep, n_discard)
+        self.report.n_shifts += 1
+        return True
+
+    def _step(self, token: int, n_wanted: int) -> list[int]:
         """Decodes the last token with a draft after it; the tokens that follow, at most n_wanted."""
         context, drafter, report = self.context, self.drafter, self.report
         room = min(n_wanted, context.n_ctx - context.n_past) - 1
@@ -237,7 +330,7 @@ class Decoder:
         decoded = time.perf_counter()
         tokens = verify(self.sampler, logits, draft.tokens, draft.q)
         n_accepted = len(tokens) - 1
-        self._log(logits, tokens, logprobs)
+        self._log(logits, tokens)
         observed = n_accepted == len(draft.tokens) or self._reject(len(draft.tokens) - n_accepted)
         if self.length.draft_max:
             drafter.accept(n_accepted, tokens[-1])
@@ -252,6 +345,10 @@ class Decoder:
         self._notice()
         if self.residency and observed:
             self.residency.observe(batch, [i <= n_accepted for i in range(len(batch))])
+        step = Step("step", context.n_past, len(batch), len(draft.tokens), n_accepted, len(tokens))
+        times = (drafted - start, decoded - drafted, accepted - decoded, time.perf_counter() - accepted)
+        step.draft_ms, step.decode_ms, step.accept_ms, step.plan_ms = (1000 * seconds for seconds in times)
+        self._tell(step)
         return tokens
 
     def _draft(self, token: int, n: int) -> Draft:
@@ -278,9 +375,23 @@ class Decoder:
             self._decode(kept[i : i + self.context.n_batch], all_logits=self.all_logits)
         return False
 
-    def _log(self, logits: NDArray[np.float32], tokens: Sequence[int], wanted: bool) -> None:
-        if wanted:
-            self.report.logprobs += [log_probability(row, t) for row, t in zip(logits, tokens, strict=False)]
+    def _log(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:
+        """Records log-probabilities where they are wanted, while the logits are there."""
+        if not self._want_logs:
+            return
+        for row, token in zip(logits, tokens, strict=False):
+            if token != END:
+                self.report.logprobs.append(log_probability(row, token))
+                self.report.top_logprobs.append(top_log_probabilities(row, self._n_top))
+
+    def _log_prompt(self, logits: NDArray[np.float32], following: Sequence[int]) -> None:
+        for row, token in zip(logits, following, strict=False):
+            self.report.prompt_logprobs.append(log_probability(row, token))
+            self.report.prompt_top_logprobs.append(top_log_probabilities(row, self._n_top))
+
+    def _tell(self, step: Step) -> None:
+        if self.telemetry:
+            self.telemetry.record(step, self.context.experts)
 
     def _notice(self) -> None:
         self.report.notices += self.drafter.notices

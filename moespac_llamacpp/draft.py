@@ -15,8 +15,8 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from moespac_llamacpp.acceptance import Law, Sampler
 from moespac_llamacpp.models import Context, Model
+from moespac_llamacpp.sampling import END, Law, Sampler
 
 OnGuess = Callable[[int], object]
 
@@ -54,6 +54,9 @@ class Drafter(Protocol):
     def accept(self, n_accepted: int, token: int) -> None:
         """The first n_accepted guesses stay, then `token` follows. Told after every step, also those without a draft."""
 
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        """The target has forgotten n_discard tokens after the first n_keep, and goes on."""
+
     def close(self) -> None: ...
 
 
@@ -72,6 +75,8 @@ class NoDraft:
         return Draft()
 
     def accept(self, n_accepted: int, token: int) -> None: ...
+
+    def shift(self, n_keep: int, n_discard: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -124,6 +129,9 @@ class NgramDraft:
         self._append(token)
         self._guesses = []
 
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        """Nothing to do: what was said remains a place to look things up."""
+
     def close(self) -> None: ...
 
 
@@ -134,12 +142,15 @@ class GgufDraft:
 
     takes_time = True
 
-    def __init__(self, context: Context, target: Model) -> None:
-        """DraftError: the vocabularies differ, or the draft cannot roll back."""
+    def __init__(self, context: Context, target: Model, *, context_shift: bool = False) -> None:
+        """context_shift: where the draft's context is full before the target's, it forgets half of it instead of ending.
+
+        DraftError: the vocabularies differ, or the draft cannot roll back."""
         check_vocabulary(target, context.model)
         if not context.can_roll_back:
             raise DraftError(f"{context.model.path}: a model with recurrent state cannot roll back, so it cannot draft")
         self.context = context
+        self.context_shift = context_shift
         self.notices: list[str] = []
         self.n_evaluated = 0
         # Tokens beyond the smaller vocabulary are padding: no law has to know them.
@@ -185,6 +196,8 @@ class GgufDraft:
     def _may_draft(self, n: int) -> int:
         if n < 1 or self._ended or not self._pending:
             return 0
+        if self._room() < 1 and self.context_shift:
+            self.shift(0, len(self._kv) // 2)
         n = min(n, self._room())
         if n < 1:
             self._end(
@@ -223,6 +236,10 @@ class GgufDraft:
                 else:
                     law = own.law(logits)
                     token = own.draw(law)
+                    if token == END:
+                        if self._guesses:  # `accept` counts on it that the last guess was never decoded
+                            self._roll_back(len(self._kv) - 1)
+                        break
                     own.accept(token)
                     q.append(law)
                 self._guesses.append(token)
@@ -246,6 +263,17 @@ class GgufDraft:
             accepted = accepted[held:]
         self._pending += [*accepted, token]
         self._guesses = []
+
+    def shift(self, n_keep: int, n_discard: int) -> None:
+        n_discard = min(n_discard, len(self._kv) - n_keep)
+        if n_discard < 1:
+            return
+        kept = self._kv[:n_keep] + self._kv[n_keep + n_discard :]
+        if self.context.shift(n_keep, n_discard):
+            self._kv = kept
+            return
+        self.context.clear()
+        self._kv, self._pending = [], kept + self._pending
 
     def close(self) -> None: ...
 

@@ -7,14 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gguf
+from moespac_llamacpp.header import Header, InspectError, read_parts
+
+__all__ = ["Contents", "InspectError", "Layers", "inspect"]
 
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate_up|up|down|gate)_(?:ch)?exps\.(weight|bias)$")
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf$")
-
-
-class InspectError(ValueError):
-    """The file is no MoE model that can be looked at; the text is the sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -72,85 +69,53 @@ def _size(n: int) -> str:
     return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.2f} MiB"
 
 
-def _read(path: Path) -> gguf.GGUFReader:
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-        if magic != b"GGUF":
-            raise InspectError(f"{path}: not a GGUF file (it starts with {magic!r})")
-        return gguf.GGUFReader(path)
-    except FileNotFoundError as error:
-        raise InspectError(f"{path}: there is no such file") from error
-    except OSError as error:
-        raise InspectError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except InspectError:
-        raise
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        OverflowError,
-    ) as error:  # whatever a damaged header leads the reader to
-        raise InspectError(f"{path}: a damaged GGUF file: {error}") from error
-
-
-def _value(reader: gguf.GGUFReader, key: str, default: Any) -> Any:
-    found = reader.get_field(key)
-    return default if found is None else found.contents()
-
-
-def _number(reader: gguf.GGUFReader, key: str) -> int:
-    """An integer; the largest where a file has one for each layer."""
-    value = _value(reader, key, 0)
-    return int(max(value, default=0) if isinstance(value, list) else value)
-
-
-def _shards(path: Path, first: gguf.GGUFReader) -> list[Path]:
-    """All files of a split model, [] if it is not split."""
-    count, number = _number(first, "split.count"), _number(first, "split.no")
-    if count <= 1:
-        return []
-    name = _SHARD.match(path.name)
-    if name is None or int(name[3]) != count:
-        raise InspectError(
-            f"{path}: part {number + 1} of {count}, but its name does not end in -00001-of-{count:05d}.gguf"
-        )
-    paths = [path.with_name(f"{name[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
-    if number != 0:
-        raise InspectError(f"{path}: part {number + 1} of {count}: give the first, {paths[0].name}")
-    return paths
-
-
 def inspect(path: Path) -> Contents:
     """InspectError: not a GGUF file, damaged, a part of a split one that is not the first, or a dense model."""
-    first = _read(path)
-    shards = _shards(path, first)
-    architecture = str(_value(first, "general.architecture", "unknown"))
-    n_layer = _number(first, f"{architecture}.block_count")
-    n_expert = _number(first, f"{architecture}.expert_count")
-    expert_bytes = total_bytes = 0
+    parts = read_parts(path)
+    layers = _expert_layers(parts)
+    if not layers:
+        raise InspectError(_no_experts(parts[0]))
+    first = parts[0]
+    expert_bytes = sum(part.n_expert * part.expert_bytes * (part.last - part.first + 1) for part in layers)
+    total_bytes = sum(tensor.n_bytes for part in parts for tensor in part.tensors)
+    return Contents(
+        path=str(path),
+        name=first.text("general.name"),
+        architecture=first.architecture,
+        n_layer=first.own("block_count"),
+        n_expert_layer=sum(part.last - part.first + 1 for part in layers),
+        n_expert=first.own("expert_count") or max(part.n_expert for part in layers),
+        n_expert_used=first.own("expert_used_count"),
+        n_shared=first.own("expert_shared_count"),
+        expert_bytes=expert_bytes,
+        dense_bytes=total_bytes - expert_bytes,
+        total_bytes=total_bytes,
+        layers=layers,
+        shards=[part.path.name for part in parts] if len(parts) > 1 else [],
+    )
+
+
+def _no_experts(first: Header) -> str:
+    n_layer, n_expert = first.own("block_count"), first.own("expert_count")
+    if n_expert:
+        return f"{first.path}: its {n_expert} experts are not in one tensor per layer: the file is too old, or no model"
+    return f"{first.path}: a dense model ({first.architecture}, {n_layer} layers): it has no experts to place"
+
+
+def _expert_layers(parts: list[Header]) -> list[Layers]:
+    """Layers with experts in their order, those alike as one."""
     types: dict[int, dict[str, str]] = {}
     counts: dict[int, int] = {}
     sizes: dict[int, int] = {}
-    for reader in [first, *map(_read, shards[1:])]:
-        for tensor in reader.tensors:
-            n_bytes = int(tensor.n_bytes)
-            total_bytes += n_bytes
-            found = _EXPERTS.match(tensor.name)
-            if found is None:
-                continue
-            layer = int(found[1])
-            expert_bytes += n_bytes
-            sizes[layer] = sizes.get(layer, 0) + n_bytes
-            if found[3] == "weight":
-                counts[layer] = int(tensor.shape[-1])
-                types.setdefault(layer, {})[found[2]] = tensor.tensor_type.name
-    if not types:
-        if n_expert:
-            raise InspectError(
-                f"{path}: its {n_expert} experts are not in one tensor per layer: the file is too old, or no model"
-            )
-        raise InspectError(f"{path}: a dense model ({architecture}, {n_layer} layers): it has no experts to place")
+    for tensor in (tensor for part in parts for tensor in part.tensors):
+        found = _EXPERTS.match(tensor.name)
+        if found is None:
+            continue
+        layer = int(found[1])
+        sizes[layer] = sizes.get(layer, 0) + tensor.n_bytes
+        if found[3] == "weight":
+            counts[layer] = tensor.shape[-1]
+            types.setdefault(layer, {})[found[2]] = tensor.type_name
     layers: list[Layers] = []
     for layer in sorted(types):
         matrices: dict[str, str] = {m: types[layer][m] for m in ("gate", "up", "gate_up", "down") if m in types[layer]}
@@ -159,18 +124,4 @@ def inspect(path: Path) -> Contents:
             layers[-1] = Layers(layers[-1].first, layer, new.n_expert, new.expert_bytes, new.types)
         else:
             layers.append(new)
-    return Contents(
-        path=str(path),
-        name=str(_value(first, "general.name", "")),
-        architecture=architecture,
-        n_layer=n_layer,
-        n_expert_layer=len(types),
-        n_expert=n_expert or max(counts.values()),
-        n_expert_used=_number(first, f"{architecture}.expert_used_count"),
-        n_shared=_number(first, f"{architecture}.expert_shared_count"),
-        expert_bytes=expert_bytes,
-        dense_bytes=total_bytes - expert_bytes,
-        total_bytes=total_bytes,
-        layers=layers,
-        shards=[p.name for p in shards],
-    )
+    return layers

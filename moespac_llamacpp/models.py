@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -20,20 +22,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moespac_llamacpp import native
+from moespac_llamacpp.header import InspectError, read_parts
 
 #: The tensors of routed experts and their biases, as upstream's --cpu-moe names them.
 EXPERT_TENSORS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps\."
 
 _VOCAB_BPE = 2  # enum llama_vocab_type
 LOAD_AUTO, LOAD_NONE = -1, 0  # enum llama_load_mode
-_LOG_ERROR, _LOG_CONT = 4, 5  # enum ggml_log_level
+_LOG_DEBUG, _LOG_ERROR, _LOG_CONT = 1, 4, 5  # enum ggml_log_level
 
 _log: deque[tuple[int, str]] = deque(maxlen=400)
+_records: list[list[str]] = []
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _keep_log(level: int, text: bytes, _: object) -> None:
-    _log.append((level, text.decode("utf-8", "replace").rstrip()))
+    line = text.decode("utf-8", "replace").rstrip()
+    if level != _LOG_DEBUG:  # thousands while loading: they would push the reason of a failure out
+        _log.append((level, line))
+    for record in _records:
+        record.append(line)
 
 
 def capture_log() -> None:
@@ -41,9 +49,37 @@ def capture_log() -> None:
     llama_cpp.llama_log_set(_keep_log, ctypes.c_void_p(0))
 
 
+@contextmanager
+def recorded_log() -> Iterator[list[str]]:
+    """The lines that llama.cpp logs meanwhile, debug lines too; what was done with its log before goes on afterwards."""
+    callback, data = llama_cpp.llama_log_callback(), ctypes.c_void_p()
+    llama_cpp.llama_log_get(ctypes.byref(callback), ctypes.byref(data))
+    lines: list[str] = []
+    _records.append(lines)
+    capture_log()
+    try:
+        yield lines
+    finally:
+        _records[:] = [record for record in _records if record is not lines]  # others may hold the same lines
+        llama_cpp.llama_log_set(callback, data)
+
+
 def _reason() -> str:
     errors = [text for level, text in _log if level == _LOG_ERROR and text]
     return errors[0] if errors else "llama.cpp gave no reason"
+
+
+def _load_failure() -> str:
+    """The rest of the sentence for a file whose header is sound, but which llama.cpp does not load."""
+    reason = _reason()
+    if unknown := re.search(r"unknown model architecture: '([^']*)'", reason):
+        return (
+            f"the llama.cpp in llama-cpp-python {llama_cpp.__version__.partition('+')[0]} does not know the architecture "
+            f"{unknown[1]!r}: a newer release may"
+        )
+    if re.search(r"unable to allocate|failed to allocate|out of memory", reason):
+        return f"no memory for it: {reason}: give it less (`moespac plan` shows the numbers), or close what uses the memory"
+    return f"cannot be loaded: {reason}"
 
 
 class LoadError(RuntimeError):
@@ -55,6 +91,11 @@ class Message(TypedDict):
 
     role: str
     content: str
+
+
+#: More than one text or device at a time is refused in these words.
+ONE_SEQUENCE = "one text at a time is generated with a model: requests wait for each other, and n_parallel is 1"
+ONE_DEVICE = "a model runs on one device and the CPU, not on several: choose the device with `device`"
 
 
 class _BuftOverride(ctypes.Structure):
@@ -70,21 +111,24 @@ class Model:
         *,
         experts_device: native.Device | None = None,
         n_gpu_layers: int = -1,
+        overrides: Sequence[tuple[str, int]] = (),
         progress: Callable[[float], None] | None = None,
+        dry: bool = False,
     ) -> None:
         """Loads `path` with its experts in host memory, page-locked for `experts_device` if that has such memory.
 
         n_gpu_layers: layers whose other tensors go to the GPU, -1 for all (meaningless without one).
+        A GPU as experts_device is the only one that is used.
+        overrides: (regular expression, buffer type) of tensors that go elsewhere; they come before the rule for experts.
         progress: called with 0 … 1 while tensors are read.
+        dry: reads and allocates no weights; contexts of such a model tell their sizes, but decode nothing.
         LoadError: the file is missing, unreadable, damaged, or of an unknown architecture.
         """
         self.path = Path(path)
-        if not self.path.is_file():
-            raise LoadError(f"{self.path}: there is no such file")
-        with self.path.open("rb") as file:
-            magic = file.read(4)
-        if magic != b"GGUF":
-            raise LoadError(f"{self.path}: not a GGUF file (it starts with {magic!r})")
+        try:  # before llama.cpp does: it is quicker, and tells which byte of which file
+            read_parts(self.path)
+        except InspectError as error:
+            raise LoadError(str(error)) from error
         device = experts_device or native.default_device()
         # Plain memory: a repacked expert can neither be uploaded slice by slice nor read by vec_dot. With mmap the loader would
         # silently replace page-locked memory by the mapping.
@@ -92,10 +136,15 @@ class Model:
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         params.use_extra_bufts = False
-        params.load_mode = LOAD_NONE if host else LOAD_AUTO
+        params.load_mode = LOAD_NONE if host or dry else LOAD_AUTO
+        params.no_alloc = dry
+        devices = (ctypes.c_void_p * 2)(device.pointer, None)
+        if device.kind in ("gpu", "igpu"):
+            params.devices = ctypes.cast(devices, ctypes.c_void_p)
         buft = host or native.cpu_device().buffer_type
-        overrides = (_BuftOverride * 2)(_BuftOverride(EXPERT_TENSORS.encode(), buft), _BuftOverride(None, None))
-        params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+        rules = [*overrides, (EXPERT_TENSORS, buft)]
+        table = (_BuftOverride * (len(rules) + 1))(*[_BuftOverride(pattern.encode(), to) for pattern, to in rules])
+        params.tensor_buft_overrides = ctypes.cast(table, ctypes.c_void_p)
 
         @llama_cpp.llama_progress_callback  # type: ignore[untyped-decorator]
         def report(fraction: float, _: object) -> bool:
@@ -107,7 +156,7 @@ class Model:
         _log.clear()
         self.pointer: Any = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
         if not self.pointer:
-            raise LoadError(f"{self.path}: cannot be loaded: {_reason()}")
+            raise LoadError(f"{self.path}: {_load_failure()}")
         self.vocab: Any = llama_cpp.llama_model_get_vocab(self.pointer)
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self.vocab))
         self.n_layer = int(llama_cpp.llama_model_n_layer(self.pointer))
@@ -152,20 +201,26 @@ class Model:
         return bool(llama_cpp.llama_vocab_is_eog(self.vocab, token))
 
     @property
+    def is_recurrent(self) -> bool:
+        """Has it layers with recurrent state, which forgets single tokens only by way of snapshots?"""
+        return bool(llama_cpp.llama_model_is_recurrent(self.pointer) or llama_cpp.llama_model_is_hybrid(self.pointer))
+
+    @property
     def splices(self) -> bool:
         """May the tokens of two texts be joined? Other tokenizers than BPE put a space before what they are given."""
         return int(llama_cpp.llama_vocab_type(self.vocab)) == _VOCAB_BPE
 
-    def chat_prompt(self, messages: str | Sequence[Message]) -> str:
+    def chat_prompt(self, messages: str | Sequence[Message], **values: Any) -> str:
         """Messages in the model's chat template, up to where the answer starts; a str is the user's only message.
 
-        The bare messages, a line each, if the file has no template. ValueError: the template refuses them."""
+        values: what else the template may look at, such as tools or enable_thinking. The bare messages, a line each, if the file
+        has no template. ValueError: the template refuses them."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if self._formatter is None:
             return "\n".join(message["content"] for message in messages)
         try:
-            return str(self._formatter(messages=list(messages)).prompt)
+            return str(self._formatter(messages=list(messages), **values).prompt)
         except Exception as error:  # a template is a program: it may fail in any way
             raise ValueError(f"{self.path}: its chat template fails for these messages: {error}") from error
 
@@ -232,7 +287,8 @@ class Context:
                 self.experts = native.Experts(self.pointer, device, perf=perf)
             except native.MoeError as error:
                 self.close()
-                raise LoadError(f"{model.path}: {error}") from error
+                dense = "a dense model: it has no experts to place; as a draft give it with -md"
+                raise LoadError(f"{model.path}: {dense if error.status == 'NO_MOE_LAYERS' else error}") from error
 
     def close(self) -> None:
         if self.pointer:
@@ -275,15 +331,15 @@ class Context:
             raise RuntimeError(f"decoding {n} tokens failed with code {code}: {_reason()}")
         self.n_past += n
         logits = llama_cpp.llama_get_logits(self.pointer)
+        if self.experts and (failure := self.experts.failure()):
+            self.clear()  # what the failed layers wrote into the cache must not be read, not even masked
+            raise RuntimeError(f"decoding {n} tokens failed: {failure}. The context is empty now")
         return np.ctypeslib.as_array(logits, shape=(n if all_logits else 1, self.model.n_vocab))
 
     @property
     def can_roll_back(self) -> bool:
         """Can single tokens be forgotten? Recurrent state cannot, unless snapshots of it are kept."""
-        recurrent = llama_cpp.llama_model_is_recurrent(self.model.pointer) or llama_cpp.llama_model_is_hybrid(
-            self.model.pointer
-        )
-        return not recurrent or self.n_snapshots > 0
+        return not self.model.is_recurrent or self.n_snapshots > 0
 
     @property
     def n_snapshots(self) -> int:
@@ -295,6 +351,21 @@ class Context:
         if not llama_cpp.llama_memory_seq_rm(self._memory, 0, n_past, -1):
             return False
         self.n_past = n_past
+        return True
+
+    @property
+    def can_shift(self) -> bool:
+        """Can tokens in the midst be forgotten? Upstream aborts where this is not asked first."""
+        return bool(llama_cpp.llama_memory_can_shift(self._memory))
+
+    def shift(self, n_keep: int, n_discard: int) -> bool:
+        """Forgets n_discard tokens after the first n_keep and moves the later ones up; False if this model's memory cannot.
+
+        What stays has seen what goes: it is not what evaluating the shorter text would give."""
+        if not self.can_shift or not llama_cpp.llama_memory_seq_rm(self._memory, 0, n_keep, n_keep + n_discard):
+            return False
+        llama_cpp.llama_memory_seq_add(self._memory, 0, n_keep + n_discard, self.n_past, -n_discard)
+        self.n_past -= n_discard
         return True
 
     def clear(self) -> None:

@@ -20,6 +20,9 @@ _lib = llama_cpp.llama_cpp._lib
 
 COLD, UPLOADING, RESIDENT = 0, 1, 2  # enum llama_moe_expert_state
 
+#: enum llama_moe_execution by name
+EXECUTIONS = {"auto": 0, "portable": 1, "in-stream": 2}
+
 # enum llama_moe_status
 STATUS = {
     0: "OK",
@@ -70,6 +73,9 @@ class Tensor(ctypes.Structure):
 class _Params(ctypes.Structure):
     _fields_ = (
         ("device", ctypes.c_void_p),
+        ("execution", ctypes.c_int32),
+        ("pool_threads", ctypes.c_int32),
+        ("timeout_ms", ctypes.c_int32),
         ("max_batch_tokens", ctypes.c_int32),
         ("own_kernels", ctypes.c_bool),
         ("cache_graphs", ctypes.c_bool),
@@ -85,8 +91,10 @@ class _RowInfo(ctypes.Structure):
         ("n_slots", ctypes.c_int32),
         ("expert_bytes", ctypes.c_int64),
         ("hybrid", ctypes.c_bool),
+        ("in_stream", ctypes.c_bool),
         ("pinned", ctypes.c_bool),
         ("fallback", ctypes.c_char_p),
+        ("portable", ctypes.c_char_p),
         ("kernel", ctypes.c_char_p),
     )
 
@@ -106,7 +114,13 @@ class _PerfData(ctypes.Structure):
         ("us_cold", ctypes.c_double),
         ("us_wait", ctypes.c_double),
         ("us_total", ctypes.c_double),
+        ("us_hot", ctypes.c_double),
+        ("us_rest", ctypes.c_double),
     )
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
 
 
 _ROUTER_CALLBACK = ctypes.CFUNCTYPE(
@@ -137,6 +151,10 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "llama_moe_n_expert": (_int32, [_void_p]),
     "llama_moe_row": (_int32, [_void_p, _int32, ctypes.POINTER(_RowInfo)]),
     "llama_moe_set_slots": (_int32, [_void_p, ctypes.POINTER(_int32)]),
+    "llama_moe_set_execution": (_int32, [_void_p, _int32]),
+    "llama_moe_failure": (_char_p, [_void_p]),
+    "llama_moe_inject_pool_fault": (_int32, [_void_p, _int32, _int32]),
+    "llama_moe_pool_threads": (_int32, [_void_p]),
     "llama_moe_device_bytes": (_int64, [_void_p]),
     "llama_moe_load": (_int32, [_void_p, _int32, _int32]),
     "llama_moe_evict": (_int32, [_void_p, _int32, _int32]),
@@ -163,6 +181,17 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_dev_buffer_type": (_void_p, [_void_p]),
     "ggml_backend_dev_host_buffer_type": (_void_p, [_void_p]),
     "ggml_backend_buft_name": (_char_p, [_void_p]),
+    "ggml_backend_buft_alloc_buffer": (_void_p, [_void_p, _size_t]),
+    "ggml_backend_buffer_get_base": (_void_p, [_void_p]),
+    "ggml_backend_buffer_free": (None, [_void_p]),
+    "ggml_backend_tensor_alloc": (ctypes.c_int, [_void_p, _void_p, _void_p]),
+    "ggml_backend_tensor_set": (None, [_void_p, _void_p, _size_t, _size_t]),
+    "ggml_backend_tensor_copy": (None, [_void_p, _void_p]),
+    "ggml_set_abort_callback": (_void_p, [_void_p]),
+    "ggml_init": (_void_p, [_InitParams]),
+    "ggml_free": (None, [_void_p]),
+    "ggml_new_tensor_1d": (_void_p, [_void_p, ctypes.c_int, _int64]),
+    "ggml_tensor_overhead": (_size_t, []),
 }
 
 
@@ -210,6 +239,11 @@ class Device:
     def buffer_type(self) -> int:
         return int(_f["ggml_backend_dev_buffer_type"](self.pointer))
 
+    @property
+    def buffer_name(self) -> str:
+        """How llama.cpp's log names the device's memory."""
+        return str(_f["ggml_backend_buft_name"](self.buffer_type).decode())
+
 
 _KINDS = {0: "cpu", 1: "gpu", 2: "igpu", 3: "accel"}  # enum ggml_backend_dev_type
 
@@ -244,6 +278,66 @@ def cpu_device() -> Device:
     return next(d for d in devices() if d.kind == "cpu")
 
 
+_ABORT_CALLBACK = ctypes.CFUNCTYPE(None, _char_p)
+_on_abort: list[Any] = []  # ggml holds it until the end
+
+
+def on_abort(tell: Callable[[str], None]) -> None:
+    """Calls `tell` with ggml's reason (place in its source: message) before it aborts, as it does when a device fails."""
+    _on_abort.append(_ABORT_CALLBACK(lambda message: tell(message.decode("utf-8", "replace"))))
+    _f["ggml_set_abort_callback"](ctypes.cast(_on_abort[-1], _void_p))
+
+
+_TYPE_I8 = 24  # enum ggml_type
+
+
+class Bytes:
+    """Bytes of a device twice, and as many of host memory, to copy between them. Host memory: page-locked if that is to be had.
+
+    MemoryError: one of the three cannot be allocated. Close it before the device goes."""
+
+    def __init__(self, device: Device, n_bytes: int, *, pinned: bool = True) -> None:
+        self.n_bytes = n_bytes
+        self._buffers: list[int] = []
+        self._context: int | None = _f["ggml_init"](_InitParams(4 * _f["ggml_tensor_overhead"](), None, True))
+        try:
+            host = device.host_buffer_type if pinned else None
+            self._host = self._base(host or cpu_device().buffer_type)
+            self._tensors = [self._tensor(device.buffer_type) for _ in range(2)]
+        except MemoryError:
+            self.close()
+            raise
+
+    def _base(self, buffer_type: int) -> int:
+        buffer = _f["ggml_backend_buft_alloc_buffer"](buffer_type, self.n_bytes)
+        if not buffer:
+            raise MemoryError(f"{self.n_bytes} bytes cannot be allocated")
+        self._buffers.append(buffer)
+        base = int(_f["ggml_backend_buffer_get_base"](buffer))
+        return base
+
+    def _tensor(self, buffer_type: int) -> int:
+        base = self._base(buffer_type)
+        tensor = int(_f["ggml_new_tensor_1d"](self._context, _TYPE_I8, self.n_bytes))
+        _f["ggml_backend_tensor_alloc"](self._buffers[-1], tensor, base)
+        return tensor
+
+    def upload(self) -> None:
+        """Host to device; returns when it has arrived."""
+        _f["ggml_backend_tensor_set"](self._tensors[0], self._host, 0, self.n_bytes)
+
+    def copy(self) -> None:
+        """Within the device: reads and writes n_bytes."""
+        _f["ggml_backend_tensor_copy"](self._tensors[0], self._tensors[1])
+
+    def close(self) -> None:
+        while self._buffers:
+            _f["ggml_backend_buffer_free"](self._buffers.pop())
+        if self._context:
+            _f["ggml_free"](self._context)
+            self._context = None
+
+
 def kernel_isa() -> str:
     """The instruction set of our cold kernels on this machine: avx512-vnni, avx2 or none."""
     return str(_f["llama_moe_kernel_isa"]().decode())
@@ -262,7 +356,8 @@ def set_kernel_limit(level: int) -> int:
 class Row:
     """One MoE block (llama_moe_row_info): the row of a layer's first block is its index, second blocks come after all layers.
 
-    `fallback` says why the block takes llama.cpp's own path, "" if it runs hybrid."""
+    `fallback` says why the block takes llama.cpp's own path, "" if it runs hybrid; `portable` why a hybrid block is not computed
+    in-stream, "" if it is."""
 
     row: int
     il: int
@@ -271,14 +366,17 @@ class Row:
     n_slots: int
     expert_bytes: int
     hybrid: bool
+    in_stream: bool
     pinned: bool
     fallback: str
+    portable: str
     kernel: str
 
 
 @dataclass(frozen=True)
 class Perf:
-    """Sums since the last reset (llama_moe_perf_data). Times in µs, 0 unless they are taken."""
+    """Sums since the last reset (llama_moe_perf_data, which says what each time is in either execution). Times in µs, 0 unless
+    they are taken."""
 
     n_calls: int = 0
     n_tokens: int = 0
@@ -293,6 +391,8 @@ class Perf:
     us_cold: float = 0.0
     us_wait: float = 0.0
     us_total: float = 0.0
+    us_hot: float = 0.0
+    us_rest: float = 0.0
 
     def __add__(self, other: Perf) -> Perf:
         return Perf(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
@@ -301,6 +401,12 @@ class Perf:
     def hit_rate(self) -> float:
         """Share of the (token, expert) pairs that were computed on the device, 0 … 1."""
         return self.n_hot_pairs / max(1, self.n_hot_pairs + self.n_cold_pairs)
+
+
+def _execution(name: str) -> int:
+    if name not in EXECUTIONS:
+        raise ValueError(f"there is no execution {name!r} (there are {', '.join(EXECUTIONS)})")
+    return EXECUTIONS[name]
 
 
 #: By context: native code holds them until they are unset, whatever happens to the Experts object.
@@ -312,8 +418,11 @@ RouterCallback = Callable[[int, NDArray[np.int32], NDArray[np.float32]], None]
 class Experts:
     """Per-expert residency of one llama_context, attached on construction.
 
-    ctx: the llama_context pointer of llama_cpp. It belongs to one thread at a time; between a decode and its
-    synchronisation (reading logits synchronises) evict, publish and set_slots raise MoeError IN_FLIGHT.
+    ctx: the llama_context pointer of llama_cpp. It belongs to one thread at a time; between a decode and its synchronisation
+    (reading logits synchronises) evict, publish, set_slots and set_execution raise MoeError IN_FLIGHT.
+    execution: a name of EXECUTIONS; "auto" is in-stream on devices that have it (CUDA), else portable.
+    pool_threads: in-stream, how many threads compute the cold experts; 0: the context's n_threads, less the cores that must stay
+    free. timeout_ms: in-stream, a layer's CPU part that takes longer has failed (see `failure`).
     """
 
     def __init__(
@@ -321,6 +430,9 @@ class Experts:
         ctx: Any,
         device: Device | None = None,
         *,
+        execution: str = "auto",
+        pool_threads: int = 0,
+        timeout_ms: int = 10_000,
         max_batch_tokens: int = 32,
         own_kernels: bool = True,
         cache_graphs: bool = True,
@@ -328,12 +440,17 @@ class Experts:
     ) -> None:
         params = _f["llama_moe_default_params"]()
         params.device = device.pointer if device else None
+        params.execution = _execution(execution)
+        params.pool_threads = pool_threads
+        params.timeout_ms = timeout_ms
         params.max_batch_tokens = max_batch_tokens
         params.own_kernels = own_kernels
         params.cache_graphs = cache_graphs
         params.perf = perf
         self._ctx = ctypes.cast(ctx, _void_p)
         self._callback_error: BaseException | None = None
+        self._takes_times = perf
+        self.n_perf_resets = 0  # whoever takes differences of counters has to know
         _check(_f["llama_moe_attach"](self._ctx, params))
         self.n_rows = int(_f["llama_moe_n_rows"](self._ctx))
         self.n_expert = int(_f["llama_moe_n_expert"](self._ctx))
@@ -354,8 +471,10 @@ class Experts:
             n_slots=info.n_slots,
             expert_bytes=info.expert_bytes,
             hybrid=info.hybrid,
+            in_stream=info.in_stream,
             pinned=info.pinned,
             fallback=(info.fallback or b"").decode(),
+            portable=(info.portable or b"").decode(),
             kernel=(info.kernel or b"").decode(),
         )
 
@@ -371,6 +490,26 @@ class Experts:
         if wanted.shape != (self.n_rows,):
             raise ValueError(f"n_slots has shape {wanted.shape}, it must be ({self.n_rows},)")
         _check(_f["llama_moe_set_slots"](self._ctx, wanted.ctypes.data_as(ctypes.POINTER(_int32))))
+
+    def set_execution(self, execution: str) -> None:
+        """Changes how hybrid layers are executed, between two decodes; graphs are built anew.
+
+        MoeError UNSUPPORTED: "in-stream" was asked for, and no layer can."""
+        _check(_f["llama_moe_set_execution"](self._ctx, _execution(execution)))
+
+    def failure(self) -> str:
+        """Why the last decode failed after llama_decode had returned, "" if it did not. Waits for the decode.
+
+        Its logits are NaN then, and the KV cache must be cleared with its data before the context is used again."""
+        return str(_f["llama_moe_failure"](self._ctx).decode())
+
+    def pool_threads(self) -> int:
+        """Threads of the process's pool behind the in-stream execution; 0: this context does not use it."""
+        return int(_f["llama_moe_pool_threads"](self._ctx))
+
+    def inject_pool_fault(self, thread: int, sleep_ms: int) -> None:
+        """For tests: a thread of the pool sleeps that long in its next request; sleep_ms < 0: it ends for good."""
+        _check(_f["llama_moe_inject_pool_fault"](self._ctx, thread, sleep_ms))
 
     def device_bytes(self) -> int:
         """Bytes that slots and lane buffers take on the device."""
@@ -467,9 +606,11 @@ class Experts:
         """Sum over the rows."""
         return sum((self.perf(r.row) for r in self.rows()), Perf())
 
-    def reset_perf(self, times: bool = False) -> None:
-        """Counters to zero; `times`: take times from now on."""
-        _check(_f["llama_moe_perf_reset"](self._ctx, times))
+    def reset_perf(self, times: bool | None = None) -> None:
+        """Counters to zero; `times`: take times from now on, or not; None: as before."""
+        self._takes_times = self._takes_times if times is None else times
+        _check(_f["llama_moe_perf_reset"](self._ctx, self._takes_times))
+        self.n_perf_resets += 1
 
     def graph_stats(self) -> tuple[int, int]:
         """(decodes that found their graph ready, decodes that built one) since attach."""

@@ -338,8 +338,9 @@ class Residency:
                 if error.status == "FAILED":  # the device lane takes no more uploads; generation goes on without it
                     self.max_moves = self._moves_left = 0
                     break
-                # a withdrawn upload holds its slot until it has landed: the next plan will ask again
-                if error.status != "NO_FREE_SLOT":
+                # a withdrawn upload holds its slot until it has landed: the next plan will ask again; and whoever else moves
+                # experts may have loaded this one since it was planned
+                if error.status not in ("NO_FREE_SLOT", "ALREADY_RESIDENT"):
                     raise
             else:
                 self.n_moves += 1

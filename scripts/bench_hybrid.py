@@ -10,7 +10,9 @@ through the vocabulary of another one. Contenders, each with a context of its ow
     upstream 0L     all experts in host memory, computed by the CPU
     upstream LL     the experts of the last L layers in VRAM: the fewest layers that take at least the bytes of a hybrid share
     detached        a context that was attached and is no more: must equal upstream 0L
-    hybrid S        the share S of each layer's experts in slots, moved between steps by the policy, as in generation
+    hybrid S        the share S of each layer's experts in slots, moved between steps by the policy, as in generation; executed as
+                    the device does it by itself (in-stream on CUDA)
+    portable S      the same by the portable execution, if the device's own is another one (--portable names the shares)
     hybrid 0        no slots: the cold lane alone, against upstream 0L
 
 `--memory` says how upstream's experts lie in host memory: `pinned` (page-locked, upstream's best for prompts; the only mode
@@ -180,6 +182,9 @@ class Contender:
         if self.residency:
             self.residency.step()
         return decoded - start, time.perf_counter() - decoded
+
+    def in_stream(self) -> bool:
+        return bool(self.residency and any(r.in_stream for r in self.residency.experts.rows()))
 
     def settle(self) -> None:
         """Lets uploads land, so that they do not disturb whoever is timed next."""
@@ -460,10 +465,14 @@ class Bench:
         )
         return self.stack.enter_context(made)
 
-    def attached(self, share: float, *, cache_graphs: bool = True) -> tuple[models.Context, Residency]:
+    def attached(
+        self, share: float, *, cache_graphs: bool = True, execution: str = "auto"
+    ) -> tuple[models.Context, Residency]:
         """A context with the share of each layer's experts in slots, and live moves."""
         context = self.context(self.base)
-        experts = context.experts = native.Experts(context.pointer, self.device, cache_graphs=cache_graphs)
+        experts = context.experts = native.Experts(
+            context.pointer, self.device, execution=execution, cache_graphs=cache_graphs
+        )
         for row in experts.rows():
             if not row.hybrid:
                 raise SystemExit(f"bench_hybrid: row {row.row} does not run hybrid: {row.fallback}")
@@ -497,10 +506,14 @@ def enter_contenders(bench: Bench) -> None:
             bench.add(Contender(f"upstream {len(chosen)}L", bench.context(model), expert_bytes=size))
     if args.memory != "pinned":
         return
-    for share in args.shares:
-        context, residency = bench.attached(share)
+    wanted = [(share, "auto", f"hybrid {share:g}") for share in args.shares]
+    wanted += [(share, "portable", f"portable {share:g}") for share in args.portable]
+    for share, execution, name in wanted:
+        context, residency = bench.attached(share, execution=execution)
+        if execution == "portable" and not bench.named(f"hybrid {args.shares[0]:g}").in_stream():
+            context.close()
+            break  # the device's own is the portable one
         size = sum(r.n_slots * r.expert_bytes for r in residency.experts.rows())
-        name = f"hybrid {share:g}"
         bench.shares[name] = share
         contender = bench.add(Contender(name, context, residency, size))
         contender.fill(4, bench.chain, math.ceil(bench.chain / 4) if share else 0)
@@ -525,6 +538,8 @@ def describe_contenders(bench: Bench) -> None:
                 "slots": sum(r.n_slots for r in experts.rows()),
                 "host_gb": host / 1e9,
                 "pinned_gb": pinned / 1e9,
+                "execution": "in-stream" if c.in_stream() else "portable",
+                "pool_threads": experts.pool_threads(),
                 "kernel": example.kernel,
                 "expert_mb": example.expert_bytes / 1e6,
             }
@@ -592,12 +607,12 @@ def layer_times(c: Contender, n: int, chain: int, steps: int) -> dict[str, Any]:
     decode = [c.step(n, chain)[0] for _ in range(steps)]
     c.settle()
     perfs = {r.row: (r, experts.perf(r.row)) for r in experts.rows()}
-    experts.reset_perf()
+    experts.reset_perf(times=False)
     total = sum((p for _, p in perfs.values()), native.Perf())
     calls = max(1, total.n_calls)
     cold_bytes = sum(p.n_cold_experts * r.expert_bytes for r, p in perfs.values())
     cold_us = total.us_launch + total.us_cold
-    names = ("us_plan", "us_launch", "us_cold", "us_wait", "us_total")
+    names = ("us_plan", "us_launch", "us_cold", "us_wait", "us_hot", "us_rest", "us_total")
     return {
         "layer_us": {name[3:]: getattr(total, name) / calls for name in names}
         | {"gap": (sum(decode) * 1e6 - total.us_total) / calls},
@@ -731,7 +746,7 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     head = (
         f"{'thr':>3} {'n':>3} {'contender':<14} {'step':>8} {'min':>8} {'p90':>8} {'decode':>8} {'policy':>6} | "
         f"{'hits':>5} {'hot':>5} {'cold':>5} {'up':>5} {'MB':>6} | "
-        f"{'plan':>5} {'launch':>6} {'cold':>6} {'wait':>6} {'total':>6} {'gap':>6} {'GB/s':>5}"
+        f"{'plan':>5} {'launch':>6} {'cold':>6} {'hot':>6} {'wait':>6} {'rest':>6} {'total':>6} {'gap':>6} {'GB/s':>5}"
     )
     print(head)
     for r in rows:
@@ -745,7 +760,8 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
             line += (
                 f" {r['hit_rate']:5.3f} {r['hot_experts_per_layer']:5.1f} {r['cold_experts_per_layer']:5.1f} "
                 f"{r['uploads_per_step']:5.1f} {r['upload_mb_per_step']:6.1f} | {us['plan']:5.1f} {us['launch']:6.1f} "
-                f"{us['cold']:6.1f} {us['wait']:6.1f} {us['total']:6.1f} {us['gap']:6.1f} {r['cold_gb_s']:5.1f}"
+                f"{us['cold']:6.1f} {us['hot']:6.1f} {us['wait']:6.1f} {us['rest']:6.1f} {us['total']:6.1f} {us['gap']:6.1f} "
+                f"{r['cold_gb_s']:5.1f}"
             )
         print(line)
     sys.stdout.flush()
@@ -794,6 +810,7 @@ def arguments() -> argparse.Namespace:
         "--widths", type=numbers(int), default=[1, 4, 5, 8, 9, 16], help="tokens per step, default 1,4,5,8,9,16"
     )
     p.add_argument("--shares", type=numbers(float), default=[0.0, 0.17, 0.25, 0.5, 1.0], help="hybrid contenders")
+    p.add_argument("--portable", type=numbers(float), default=[0.25], help="shares of the portable contenders")
     p.add_argument(
         "--upstream-shares",
         type=numbers(float),

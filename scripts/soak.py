@@ -224,7 +224,7 @@ class Soak:
         self.model = stack.enter_context(Loaded(args.model, self.device))
         self.plain = self.context(stack, self.model)
         self.hybrid = self.context(stack, self.model)
-        self.experts = self.hybrid.experts = native.Experts(self.hybrid.pointer, self.device)
+        self.experts = self.hybrid.experts = native.Experts(self.hybrid.pointer, self.device, execution=args.execution)
         if not any(r.hybrid for r in self.experts.rows()):
             raise SystemExit(f"soak: no layer runs hybrid: {self.experts.rows()[0].fallback}")
         self.on_device: models.Context | None = None
@@ -420,6 +420,7 @@ def arguments() -> argparse.Namespace:
     )
     p.add_argument("--device", help="ggml device of the slots (default: the first GPU, else the CPU)")
     p.add_argument("--moetest", action="store_true", help="the test device of tests/native (built on demand)")
+    p.add_argument("--execution", choices=tuple(native.EXECUTIONS), default="auto", help="of the hybrid layers")
     p.add_argument("--threads", type=int, help="CPU threads (default: the cores there are)")
     p.add_argument("--no-negative", dest="negative", action="store_false", help="leave the negative control out")
     p.add_argument("--seed", type=int, default=0)

@@ -6,6 +6,7 @@ Libraries are imported inside the fixtures: the tests of the build run without l
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield folder
+
+
+@pytest.fixture(autouse=True)
+def log_for_tests() -> Iterator[None]:
+    """Commands keep llama.cpp's log for themselves; the tests after them read it in lowlevel.log_lines again."""
+    yield
+    if lowlevel := sys.modules.get("lowlevel"):
+        lowlevel.keep_log()
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +104,9 @@ def attach(root: Path) -> Iterator[Callable[..., Attached]]:
                 where = parity.host_experts(device or parity.test_device())
                 model = stack.enter_context(lowlevel.load_model(path, **(where | (load or {}))))
             ctx = stack.enter_context(lowlevel.make_context(model, **(lowlevel.EXACT | context)))
-            return Attached(model, ctx, Experts(ctx.ptr, device or parity.test_device(), **(experts or {})))
+            where_slots = device or parity.test_device()
+            options = {"execution": parity.execution_on(where_slots), **(experts or {})}
+            return Attached(model, ctx, Experts(ctx.ptr, where_slots, **options))
 
         yield make
 

@@ -50,7 +50,14 @@ def _keep_log(level: int, text: bytes, user_data: object) -> None:
 
 
 _log_callback = llama_cpp.llama_log_callback(_keep_log)
-llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
+
+
+def keep_log() -> None:
+    """llama.cpp's log goes to log_lines from now on."""
+    llama_cpp.llama_log_set(_log_callback, ctypes.c_void_p(0))
+
+
+keep_log()
 
 
 def errors(n: int = 5) -> str:

@@ -44,6 +44,19 @@ def test_device() -> native.Device:
     return found[name]
 
 
+def execution_on(device: native.Device) -> str:
+    """The execution that tests take unless they name one: MOESPAC_TEST_EXECUTION, else the device's own (native.EXECUTIONS).
+
+    A device that ggml does not have registered knows the portable one only."""
+    registered = device.pointer in {d.pointer for d in native.devices()}
+    return os.environ.get("MOESPAC_TEST_EXECUTION", "auto") if registered else "auto"
+
+
+def in_stream(experts: native.Experts) -> bool:
+    """Are hybrid rows computed in-stream? All are, in the tests' models, but for GroveMoE's second blocks on a GPU."""
+    return any(r.in_stream for r in experts.rows())
+
+
 test_device.__test__ = False  # type: ignore[attr-defined]  # a helper, whatever its name says to pytest
 
 
@@ -196,7 +209,7 @@ def pair(path: Path, family: str | Family, device: native.Device | None = None, 
         make_context(model, cb=Capture(*CAPTURED)) as plain,
         make_context(model, cb=Capture(*CAPTURED)) as hybrid,
     ):
-        experts = native.Experts(hybrid.ptr, device, **options)
+        experts = native.Experts(hybrid.ptr, device, **{"execution": execution_on(device), **options})
         try:
             yield Pair(plain, hybrid, experts, family)
         finally:

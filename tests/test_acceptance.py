@@ -12,7 +12,8 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from moespac_llamacpp.acceptance import Law, Sampler, Sampling, log_probability, verify
+from moespac_llamacpp.acceptance import END, Law, Sampler, Sampling, log_probability, top_log_probabilities, verify
+from moespac_llamacpp.shortlist import Shortlist
 
 N_VOCAB = 16
 CHAINS = {
@@ -151,28 +152,132 @@ def test_acceptance_is_the_overlap_of_the_two_laws() -> None:
     assert abs(stayed / n - overlap) < 4 * (overlap * (1 - overlap) / n) ** 0.5
 
 
+class Upstream:
+    """llama.cpp's chain as one piece, put together here, over all tokens. more: samplers after the penalties."""
+
+    def __init__(self, s: Sampling, n_vocab: int, more: Sequence[object] = ()) -> None:
+        init = llama_cpp.llama_sampler_init_penalties
+        parts = [init(n_vocab, s.penalty_last_n, s.repeat_penalty, s.frequency_penalty, s.presence_penalty)]
+        if s.logit_bias:
+            bias = (llama_cpp.llama_logit_bias * len(s.logit_bias))(*s.logit_bias.items())
+            parts.insert(0, llama_cpp.llama_sampler_init_logit_bias(n_vocab, len(bias), bias))
+        parts += more
+        if not s.greedy:
+            parts += [
+                llama_cpp.llama_sampler_init_top_k(s.top_k),
+                llama_cpp.llama_sampler_init_typical(s.typical_p, 1),
+                llama_cpp.llama_sampler_init_top_p(s.top_p, 1),
+                llama_cpp.llama_sampler_init_min_p(s.min_p, 1),
+                llama_cpp.llama_sampler_init_temp(s.temperature),
+            ]
+        self.chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+        for part in parts:
+            llama_cpp.llama_sampler_chain_add(self.chain, part)
+
+    def accept(self, token: int) -> None:
+        llama_cpp.llama_sampler_accept(self.chain, token)
+
+    def apply(self, logits: np.ndarray) -> llama_cpp.llama_token_data_array:
+        data = (llama_cpp.llama_token_data * len(logits))()
+        view = np.frombuffer(data, [("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+        view["id"], view["logit"] = np.arange(len(logits)), logits
+        array = llama_cpp.llama_token_data_array(data, len(logits), -1, False)
+        llama_cpp.llama_sampler_apply(self.chain, ctypes.byref(array))
+        return array
+
+    def left(self, logits: np.ndarray) -> dict[int, float]:
+        """Logit by token of what the chain leaves."""
+        array = self.apply(logits)
+        return {int(array.data[i].id): float(array.data[i].logit) for i in range(array.size)}
+
+    def close(self) -> None:
+        llama_cpp.llama_sampler_free(self.chain)
+
+
 @pytest.mark.parametrize("name", CHAINS)
 def test_the_law_is_that_of_llama_cpps_own_chain(name: str) -> None:
     """The same chain with upstream's last sampler, dist, at its end: its samples follow our probabilities."""
     sampling = replace(CHAINS[name], seed=2)
     logits = World(sampling).target[3]
     text = [3, 5, 3, 3]
-    with Sampler(sampling, N_VOCAB) as ours, Sampler(sampling, N_VOCAB) as theirs:
-        llama_cpp.llama_sampler_chain_add(theirs._chain, llama_cpp.llama_sampler_init_dist(7))
+    theirs = Upstream(sampling, N_VOCAB)
+    llama_cpp.llama_sampler_chain_add(theirs.chain, llama_cpp.llama_sampler_init_dist(7))
+    for token in text:
+        theirs.accept(token)
+    with Sampler(sampling, N_VOCAB) as ours:
+        ours.reset(text)
+        law = ours.law(logits)
+    seen: Counter[tuple[int, ...]] = Counter()
+    for _ in range(2500):
+        array = theirs.apply(logits)
+        seen[(int(array.data[array.selected].id),)] += 1
+    theirs.close()
+    value, limit = chi_square(seen, {(int(t),): float(p) for t, p in zip(law.ids, law.p, strict=True)})
+    assert value < limit
+
+
+#: The chains of a large vocabulary; in all but the last two a shortlist of tokens decides.
+LARGE = {
+    "top-k": Sampling(temperature=0.8),
+    "bare top-k": Sampling(temperature=2, top_k=100, top_p=1, min_p=0),
+    "penalties": Sampling(temperature=0.8, repeat_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.4),
+    "rewards": Sampling(temperature=0.8, repeat_penalty=0.5, frequency_penalty=-2),
+    "greedy penalties": Sampling(repeat_penalty=3, presence_penalty=2),
+    "long penalties": Sampling(temperature=1, repeat_penalty=1.8, penalty_last_n=600),
+    "bias": Sampling(temperature=1, logit_bias={7: 30.0, 8: -np.inf, 9: 3.0, 29_999: 25.0}),
+    "min-p": Sampling(temperature=1, top_k=0, top_p=1, min_p=0.001, repeat_penalty=1.2),
+    "typical": Sampling(temperature=1, top_k=60, typical_p=0.7, top_p=1, min_p=0),
+    "top-p": Sampling(temperature=1, top_k=0, top_p=0.9, min_p=0),
+    "all": Sampling(temperature=1, top_k=0, top_p=1, min_p=0),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_shortlist_of_a_large_vocabulary_has_the_same_law(name: str) -> None:
+    """Bit for bit what the chain leaves of all tokens, with penalties on the very likeliest of them."""
+    n_vocab, sampling = 30_011, LARGE[name]
+    rng = np.random.default_rng(4)
+    theirs = Upstream(sampling, n_vocab)
+    with Sampler(sampling, n_vocab) as ours:
+        logits = rng.standard_normal(n_vocab).astype(np.float32)
+        text = [*np.argsort(logits)[-90:].tolist(), *rng.integers(0, n_vocab, 5).tolist()]
         ours.reset(text)
         for token in text:
             theirs.accept(token)
-        law = ours.law(logits)
-        seen: Counter[tuple[int, ...]] = Counter()
-        data = (llama_cpp.llama_token_data * N_VOCAB)()
-        for _ in range(2500):
-            for i in range(N_VOCAB):
-                data[i] = llama_cpp.llama_token_data(i, float(logits[i]), 0.0)
-            array = llama_cpp.llama_token_data_array(data, N_VOCAB, -1, False)
-            llama_cpp.llama_sampler_apply(theirs._chain, ctypes.byref(array))
-            seen[(int(array.data[array.selected].id),)] += 1
-    value, limit = chi_square(seen, {(int(t),): float(p) for t, p in zip(law.ids, law.p, strict=True)})
-    assert value < limit
+        for scale in (0.3, 1, 4, 12):
+            left = theirs.left(scale * logits)
+            law = ours.law(scale * logits)
+            if sampling.greedy:
+                assert law.ids.tolist() == [max(left, key=left.__getitem__)]
+                continue
+            found = np.array(list(left.values()), np.float32)
+            p = np.exp((found - found.max()).astype(np.float64))
+            expected = dict(zip(left, (p / p.sum()).tolist(), strict=True))
+            assert dict(zip(law.ids.tolist(), law.p.tolist(), strict=True)) == {
+                t: q for t, q in expected.items() if q > 0
+            }
+            text.append(int(law.ids[0]))
+            ours.accept(text[-1])
+            theirs.accept(text[-1])
+    theirs.close()
+
+
+def test_a_shortlist_has_enough_tokens_and_not_many_more() -> None:
+    rng = np.random.default_rng(0)
+    for n_vocab, n in ((151_936, 104), (151_937, 1), (32_000, 300), (16_384, 40)):
+        shortlist = Shortlist()
+        for scale in (1, 1, 1.1, 3, 0.01, 1):  # guesses from the last logits that hold, and that do not
+            logits = (scale * rng.standard_normal(n_vocab)).astype(np.float32)
+            edge = shortlist.edge(logits, n)
+            ids = shortlist.reaching(logits, edge)
+            assert ids.tolist() == np.flatnonzero(logits >= edge).tolist()
+            assert n <= len(ids) < 4 * n + 8
+    for logits, n in ((np.zeros(9000, np.float32), 40), (np.zeros(200_000, np.float32), 2000)):
+        assert Shortlist().edge(logits, n) == -np.inf
+    ties = np.zeros(100_000, np.float32)
+    assert len(shortlist.reaching(ties, shortlist.edge(ties, 40))) == len(ties)
+    ties[5:] = -np.inf
+    assert shortlist.edge(ties, 40) == -np.inf
 
 
 def test_greedy_takes_the_targets_argmax() -> None:
@@ -234,6 +339,18 @@ def test_log_probabilities_are_those_of_the_bare_logits() -> None:
     exact /= exact.sum()
     for token in (0, 7, int(logits.argmax())):
         assert abs(log_probability(logits, token) - np.log(exact[token])) < 1e-5
+    best = top_log_probabilities(logits, 5)
+    assert [token for token, _ in best] == np.argsort(-exact)[:5].tolist()
+    assert np.allclose([p for _, p in best], np.log(np.sort(exact)[::-1][:5]), atol=1e-5)
+    assert len(top_log_probabilities(logits, 2000)) == 1000 and top_log_probabilities(logits, 0) == []
+
+
+def test_where_nothing_is_allowed_the_text_ends() -> None:
+    sampling = Sampling(temperature=1, logit_bias=dict.fromkeys(range(N_VOCAB), -np.inf))
+    with Sampler(sampling, N_VOCAB) as sampler:
+        logits = np.zeros((3, N_VOCAB), np.float32)
+        assert len(sampler.law(logits[0]).ids) == 0
+        assert verify(sampler, logits, [3, 4]) == [END]
 
 
 @pytest.mark.full

@@ -245,7 +245,7 @@ def test_an_answer_that_would_be_tokenized_otherwise_is_reused_as_it_was_said(pa
         answer.close()
         said = chat.last.n_prompt + len(chat.decoder.report.tokens)
         text, tokens = chat._render(RIVER)
-        if not chat._text:  # it ended within a character
+        if not chat._spoken._text:  # it ended within a character
             continue
         n_anew += common_prefix(pair.target.tokenize(text), tokens) < said
         list(chat.say(RIVER, 1))

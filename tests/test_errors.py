@@ -55,11 +55,20 @@ def attached(device: native.Device, attach: Callable[..., Attached]) -> Attached
 
 def test_python_knows_every_code_and_function_of_the_header() -> None:
     text = HEADER.read_text()
-    codes = {
-        int(value): name
-        for name, value in re.findall(r"LLAMA_MOE_(\w+)\s*=\s*(-\d+|0),", text.split("llama_moe_params")[0])
+
+    def values(enum: str) -> dict[str, int]:
+        body = re.search(rf"enum {enum} \{{(.*?)\}};", text, re.DOTALL)
+        assert body
+        return {name: int(value) for name, value in re.findall(r"LLAMA_MOE_(\w+)\s*=\s*(-?\d+),", body[1])}
+
+    assert {value: name for name, value in values("llama_moe_status").items()} == native.STATUS
+    executions = {name.lower().replace("_", "-"): value for name, value in values("llama_moe_execution").items()}
+    assert executions == native.EXECUTIONS
+    assert values("llama_moe_expert_state") == {
+        "COLD": native.COLD,
+        "UPLOADING": native.UPLOADING,
+        "RESIDENT": native.RESIDENT,
     }
-    assert codes == native.STATUS
     assert set(re.findall(r"\b(llama_moe_\w+)\s*\(", text)) - {"llama_moe_router_callback"} == {
         name for name in native._PROTOTYPES if name.startswith("llama_moe_")
     }

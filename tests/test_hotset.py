@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from moespac_llamacpp import hotset, native
-from moespac_llamacpp.commands.engine import EngineOptions, cache_folder, open_residency
+from moespac_llamacpp.commands.engine import EngineOptions, open_residency
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.hotset import HotSet, HotSetError
+from moespac_llamacpp.machine import cache_folder
 from moespac_llamacpp.models import Context
 from pair import PROMPTS, TARGET, Pair, target_context
 
@@ -107,7 +108,7 @@ def test_models_of_equal_names_are_told_apart(tmp_path: Path) -> None:
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return cache_folder()
+    return cache_folder(os.environ)
 
 
 @contextmanager

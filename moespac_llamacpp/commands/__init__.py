@@ -1,1 +1,1 @@
-"""The commands of `moespac`, a file each; cli.py registers them."""
+"""Commands of the command line, one module for each; cli.py registers them."""

@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moespac_llamacpp import hotset
+from moespac_llamacpp.machine import cache_folder
 from moespac_llamacpp.models import Context
 from moespac_llamacpp.policies import make
 from moespac_llamacpp.residency import Residency
@@ -40,12 +40,6 @@ class EngineOptions:
     balancer: bool = True
     sync_moves: bool = False
     hot_set: bool = True
-
-
-def cache_folder() -> Path:
-    """The user's cache folder for this project; it need not exist. XDG_CACHE_HOME counts if absolute, as its standard says."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "moespac"
 
 
 @contextmanager
@@ -80,7 +74,9 @@ def _last_run(context: Context) -> hotset.HotSet | None:
     experts = context.experts
     assert experts is not None
     try:
-        return hotset.load(hotset.path_for(cache_folder(), context.model.path), experts.n_rows, experts.n_expert)
+        return hotset.load(
+            hotset.path_for(cache_folder(os.environ), context.model.path), experts.n_rows, experts.n_expert
+        )
     except (hotset.HotSetError, OSError) as error:
         typer.echo(f"moespac: {error}", err=True)
         return None
@@ -88,6 +84,6 @@ def _last_run(context: Context) -> hotset.HotSet | None:
 
 def _leave(context: Context, residency: Residency) -> None:
     try:
-        hotset.save(hotset.path_for(cache_folder(), context.model.path), residency.hot_set())
+        hotset.save(hotset.path_for(cache_folder(os.environ), context.model.path), residency.hot_set())
     except OSError as error:
         typer.echo(f"moespac: the hot set was not kept for the next run: {error}", err=True)

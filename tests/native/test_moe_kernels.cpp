@@ -1,30 +1,48 @@
 // The cold lane's kernels against ggml's vec_dot.
 //
-//   test_moe_kernels           correctness: 'ok' and 'FAILED' lines, exit code 1 if anything failed
-//   test_moe_kernels --bench   GB/s of weights by type, instruction set and columns, one thread, from DRAM
+//   test_moe_kernels                     correctness: 'ok' and 'FAILED' lines, exit code 1 if anything failed
+//   test_moe_kernels --bench [options]   GB/s of weights by type, threads and tokens an expert, beside the read bandwidth
 //
-// Build (GGML = .../vendor/llama.cpp/ggml, LIB = a folder with libggml-base and libggml-cpu):
-//   g++ -O3 -DNDEBUG -std=c++17 -I$SRC -I$GGML/include -I$GGML/src test_moe_kernels.cpp $SRC/moe-kernels.cpp
+// Build (SRC = .../vendor/llama.cpp/src, GGML = .../vendor/llama.cpp/ggml, LIB = a folder with libggml-base and libggml-cpu):
+//   g++ -O3 -DNDEBUG -std=c++17 -pthread -I$SRC -I$GGML/include -I$GGML/src test_moe_kernels.cpp $SRC/moe-kernels.cpp
 //       -L$LIB -lggml-cpu -lggml-base -Wl,-rpath,$LIB -o test_moe_kernels
+//
+// Options of the benchmark, with their defaults. It pins its threads, one to a physical core as long as there are any.
+//   --threads 1,4,8,16       as many of them as there are cores
+//   --widths 1,2,4,8,9       tokens an expert
+//   --types q4_K,q5_K,q6_K,q8_0,q4_0,iq4_xs,mxfp4,bf16,f16
+//   --levels L,...           none (ggml's vec_dot), avx2, avx512-vnni, avx512-bf16; the best that the machine has
+//   --prefetch 1             multiples of the kernels' own prefetch distance to try, 0 = no prefetch: 0,1,2,4
+//   --row 2048 --mib 1024    weights in a row, weights in all: far more than the caches hold (1 MiB for a look at the caches)
+//   --repeats 3 --ms 90      the table has medians
+//   --json FILE              every repeat
 
 #include "moe-kernels.h"
 
 #include "ggml-cpu.h"
 #include "ggml-quants.h"
 
+#ifdef __linux__
+#include <sched.h>
+#endif
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <random>
+#include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -35,20 +53,27 @@ namespace {
 // gives 7e-6 in Q8_0 and more in the other types (see the negative control).
 constexpr double TOLERANCE = 1e-6;
 
-const ggml_type TYPES[] = { GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0 };
-const char * const LEVELS[] = { "none", "avx2", "avx512-vnni" };
+const ggml_type TYPES[] = {
+    GGML_TYPE_Q4_K, GGML_TYPE_Q5_K, GGML_TYPE_Q6_K, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, GGML_TYPE_IQ4_XS, GGML_TYPE_MXFP4, GGML_TYPE_BF16,
+    GGML_TYPE_F16, GGML_TYPE_Q2_K, GGML_TYPE_Q3_K, GGML_TYPE_Q4_1, GGML_TYPE_Q5_0, GGML_TYPE_Q5_1, GGML_TYPE_IQ4_NL,
+};
+const char * const LEVELS[] = { "none", "avx2", "avx512-vnni", "avx512-bf16" };
+constexpr int BEST = 3;
 
 using bytes = std::vector<uint8_t>;
 using floats = std::vector<float>;
 
 std::mt19937 rng(1234);
 
-bool is_k_quant(ggml_type type) { return ggml_blck_size(type) == 256; }
+bool is_float(ggml_type type) { return type == GGML_TYPE_F16 || type == GGML_TYPE_BF16; }
 
 std::vector<int> lengths(ggml_type type) {
     std::vector<int> n = { 256, 512, 768, 2048, 2816 };
-    if (!is_k_quant(type)) {
+    if (ggml_blck_size(type) <= 32) {
         n.insert(n.end(), { 32, 96, 2880 });
+    }
+    if (is_float(type)) {
+        n.insert(n.end(), { 1, 15, 33, 100 });
     }
     return n;
 }
@@ -98,9 +123,31 @@ bytes quantise_column(ggml_type type, const floats & y) {
     return out;
 }
 
-void put_half(bytes & b, size_t offset, float f) {
-    const ggml_fp16_t h = ggml_fp32_to_fp16(f);
-    memcpy(b.data() + offset, &h, sizeof(h));
+// where a block keeps its float scales
+std::vector<size_t> scales_at(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q2_K: return { 80, 82 };
+        case GGML_TYPE_Q3_K: return { 108 };
+        case GGML_TYPE_Q6_K: return { 208 };
+        case GGML_TYPE_Q4_K: case GGML_TYPE_Q5_K: case GGML_TYPE_Q4_1: case GGML_TYPE_Q5_1: return { 0, 2 };
+        default: return { 0 };
+    }
+}
+
+// Any bits with finite values of sane size: MXFP4 keeps a power of two, F16 and BF16 some of the exponent's bits.
+void make_sane(ggml_type type, uint8_t * block) {
+    if (type == GGML_TYPE_MXFP4) {
+        block[0] = (uint8_t) (115 + block[0] % 8);
+    } else if (type == GGML_TYPE_F16) {
+        block[1] &= 0xbf; // below 2
+    } else if (type == GGML_TYPE_BF16) {
+        block[1] = (uint8_t) ((block[1] & 0x81) | 0x3e); // 2^-3 ... 2
+    } else {
+        for (size_t at : scales_at(type)) {
+            const ggml_fp16_t h = ggml_fp32_to_fp16(at == 2 || at == 82 ? 0.02f : 0.01f);
+            memcpy(block + at, &h, sizeof(h));
+        }
+    }
 }
 
 // Every bit pattern, also those that the quantiser does not write (scales of -128, minima of 63). Only the float scales
@@ -108,25 +155,24 @@ void put_half(bytes & b, size_t offset, float f) {
 bytes random_bits_row(ggml_type type, int n) {
     bytes row(ggml_row_size(type, n));
     for (uint8_t & b : row) { b = (uint8_t) rng(); }
-    for (size_t at = 0; at < row.size(); at += ggml_type_size(type)) {
-        put_half(row, type == GGML_TYPE_Q6_K ? at + 208 : at, 0.01f);
-        if (type == GGML_TYPE_Q4_K || type == GGML_TYPE_Q5_K) {
-            put_half(row, at + 2, 0.02f);
-        }
-    }
+    for (size_t at = 0; at < row.size(); at += ggml_type_size(type)) { make_sane(type, &row[at]); }
     return row;
 }
 
 // all weight bits set and every activation +-127: the largest products that the 16- and 32-bit sums have to hold
 bytes all_ones_row(ggml_type type, int n) {
-    bytes row = random_bits_row(type, n);
-    const bytes scales = row;
-    memset(row.data(), type == GGML_TYPE_Q8_0 ? 0x80 : 0xff, row.size());
+    bytes row(ggml_row_size(type, n), type == GGML_TYPE_Q8_0 ? 0x80 : 0xff);
     for (size_t at = 0; at < row.size(); at += ggml_type_size(type)) {
-        const size_t d = type == GGML_TYPE_Q6_K ? 208 : 0;
-        memcpy(&row[at + d], &scales[at + d], type == GGML_TYPE_Q4_K || type == GGML_TYPE_Q5_K ? 4 : 2);
+        make_sane(type, &row[at]);
         if (type == GGML_TYPE_Q6_K) { memset(&row[at + 192], 0x80, 16); }
     }
+    return row;
+}
+
+// As above with all bits zero: the lowest entries of the tables (-127), zero points without weights, scales of -32.
+bytes all_zeros_row(ggml_type type, int n) {
+    bytes row(ggml_row_size(type, n));
+    for (size_t at = 0; at < row.size(); at += ggml_type_size(type)) { make_sane(type, &row[at]); }
     return row;
 }
 
@@ -142,11 +188,19 @@ floats dequantise_row(ggml_type type, const bytes & row, int n) {
 
 floats dequantise_column(ggml_type type, const bytes & col, int n) {
     const ggml_type dot_type = ggml_get_type_traits_cpu(type)->vec_dot_type;
-    if (dot_type != GGML_TYPE_Q8_K) {
+    floats v(n);
+    if (dot_type == GGML_TYPE_Q8_K) {
+        dequantize_row_q8_K((const block_q8_K *) col.data(), v.data(), n);
+    } else if (dot_type == GGML_TYPE_Q8_1) { // ggml cannot: half d, half sum, 32 bytes
+        for (int i = 0; i < n; i++) {
+            const uint8_t * block = &col[(size_t) (i/32)*36];
+            ggml_fp16_t d;
+            memcpy(&d, block, sizeof(d));
+            v[i] = ggml_fp16_to_fp32(d)*(float) (int8_t) block[4 + i % 32];
+        }
+    } else {
         return dequantise_row(dot_type, col, n);
     }
-    floats v(n);
-    dequantize_row_q8_K((const block_q8_K *) col.data(), v.data(), n);
     return v;
 }
 
@@ -179,19 +233,19 @@ double relative_error(double got, double want, double magnitude) {
 // running a kernel
 //
 
-// Memory that ends where an unreadable page begins: a kernel that reads past its data faults.
+// Memory between unreadable pages: a kernel that reads past its data, or, where it lies low, before it, faults.
 struct guarded {
     uint8_t * base;
     size_t size;
     uint8_t * data;
 
-    explicit guarded(const bytes & content) {
+    guarded(const bytes & content, bool low) {
         const size_t page = (size_t) sysconf(_SC_PAGESIZE);
         const size_t used = (content.size() + page - 1)/page*page;
-        size = used + page;
-        base = (uint8_t *) mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (base == MAP_FAILED || mprotect(base + used, page, PROT_NONE) != 0) { perror("mmap"); exit(2); }
-        data = base + used - content.size();
+        size = used + 2*page;
+        base = (uint8_t *) mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (base == MAP_FAILED || mprotect(base + page, used, PROT_READ | PROT_WRITE) != 0) { perror("mmap"); exit(2); }
+        data = base + page + (low ? 0 : used - content.size());
         memcpy(data, content.data(), content.size());
     }
     guarded(const guarded &) = delete;
@@ -224,25 +278,27 @@ std::vector<test_case> cases() {
         { "zero columns",    row_of(normal, 0.02f),    col_of(normal, 0.0f)     },
         { "all negative",    row_of(negative, 0.02f),  col_of(negative, 1.0f)   },
         { "negative row",    row_of(negative, 0.02f),  col_of(normal, 1.0f)     },
-        { "large",           row_of(normal, 1000.0f),  col_of(normal, 10000.0f) },
+        { "large",           row_of(normal, 1000.0f),  col_of(normal, 1000.0f)  }, // sums that Q8_1's half still holds
         { "small",           row_of(normal, 0.0001f),  col_of(normal, 0.0001f)  },
         { "outliers",        row_of(outliers, 0.02f),  col_of(outliers, 1.0f)   },
         { "random bits",     random_bits_row,          col_of(normal, 1.0f)     },
         { "all bits, +127",  all_ones_row,             plus_127 },
         { "all bits, -127",  all_ones_row,             [](int n) { return floats(n, 3.0f); } },
+        { "no bits, +127",   all_zeros_row,            plus_127 },
+        { "no bits, -127",   all_zeros_row,            [](int n) { return floats(n, 3.0f); } },
     };
 }
 
 struct errors { double ggml = 0.0, exact = 0.0, ggml_exact = 0.0; }; // ours to ggml, ours to exact, ggml's to exact
 
-// one row and up to four different columns, at the end of readable memory
-void check_row(const moe_kernel & k, ggml_type type, int n, const bytes & row, const std::vector<bytes> & cols, errors & worst) {
-    const guarded x(row);
+// one row and up to four different columns, at an edge of readable memory
+void check_row(const moe_kernel & k, ggml_type type, int n, const bytes & row, const std::vector<bytes> & cols, bool low, errors & worst) {
+    const guarded x(row, low);
     std::vector<std::unique_ptr<guarded>> held;
     std::vector<const void *> y;
     std::vector<expected> want;
     for (const bytes & col : cols) {
-        held.push_back(std::make_unique<guarded>(col));
+        held.push_back(std::make_unique<guarded>(col, low));
         y.push_back(held.back()->data);
         want.push_back(reference(type, n, row, col));
         const floats out = run(k, type, n, x.data, y);
@@ -262,7 +318,7 @@ bool report(bool ok, const std::string & what) {
 
 std::string label(ggml_type type, const char * name) {
     char s[64];
-    snprintf(s, sizeof(s), "%-5s %-12s", ggml_type_name(type), name);
+    snprintf(s, sizeof(s), "%-6s %-12s", ggml_type_name(type), name);
     return s;
 }
 
@@ -276,7 +332,7 @@ bool check_type(ggml_type type, int level) {
             for (int repeat = 0; repeat < 3; repeat++) {
                 std::vector<bytes> cols;
                 for (int c = 0; c < MOE_MAX_COLS; c++) { cols.push_back(quantise_column(type, t.column(n))); }
-                check_row(k, type, n, t.row(type, n), cols, worst);
+                check_row(k, type, n, t.row(type, n), cols, repeat == 1, worst);
             }
         }
         char s[160];
@@ -284,8 +340,21 @@ bool check_type(ggml_type type, int level) {
                  label(type, k.name).c_str(), t.name.c_str(), lengths(type).size(), worst.ggml, worst.exact, worst.ggml_exact);
         ok &= report(worst.ggml < TOLERANCE, s);
     }
-    const char * want = level == 0 ? "ggml vec_dot" : LEVELS[level];
+    const char * want = level == 0 ? "ggml vec_dot" : LEVELS[type == GGML_TYPE_BF16 ? level : std::min(level, 2)];
     return ok & report(strcmp(k.name, want) == 0, label(type, k.name) + " is the kernel chosen");
+}
+
+// a byte of a block that holds weights, and a bit of it that changes one of them by a step (of the exponent, for floats)
+void spoil_one_weight(ggml_type type, uint8_t * block) {
+    switch (type) {
+        case GGML_TYPE_F16:    block[1] ^= 0x04; break;
+        case GGML_TYPE_BF16:   block[0] ^= 0x80; break;
+        case GGML_TYPE_Q4_K:   block[80] ^= 1; break;
+        case GGML_TYPE_Q5_K:   block[100] ^= 1; break;
+        case GGML_TYPE_Q3_K:   block[40] ^= 1; break;
+        case GGML_TYPE_Q2_K:   block[20] ^= 1; break;
+        default:               block[10] ^= 1; break;
+    }
 }
 
 // the comparison itself must see one weight that is off by one step
@@ -295,9 +364,7 @@ bool check_negative_control(ggml_type type) {
     const bytes row = quantise_row(type, normal(n, 0.02f));
     const bytes col = quantise_column(type, floats(n, 1.0f));
     bytes wrong = row;
-    // a low bit of a weight in the middle block
-    const size_t at = ggml_type_size(type)*(size_t) (n/ggml_blck_size(type)/2);
-    wrong[at + (type == GGML_TYPE_Q4_K ? 80 : type == GGML_TYPE_Q5_K ? 100 : 10)] ^= 1;
+    spoil_one_weight(type, &wrong[ggml_type_size(type)*(size_t) (n/ggml_blck_size(type)/2)]);
     const expected w = reference(type, n, row, col);
     const floats out = run(k, type, n, wrong.data(), { col.data() });
     const double e = relative_error(out[0], w.ggml, w.magnitude);
@@ -327,15 +394,48 @@ bool check_neighbours(ggml_type type) {
     return report(ok, label(type, k.name) + " a column alone and among others: bitwise equal");
 }
 
+// rows and columns may start at any address
+bool check_alignment(ggml_type type) {
+    const moe_kernel k = moe_kernel_for(type);
+    const int n = 512;
+    const bytes row = quantise_row(type, normal(n, 0.02f));
+    const bytes col = quantise_column(type, normal(n, 1.0f));
+    const float want = run(k, type, n, row.data(), { col.data() })[0];
+    bool ok = true;
+    for (size_t shift = 1; shift < 64; shift += 2) {
+        bytes x(row.size() + shift), y(col.size() + shift);
+        memcpy(&x[shift], row.data(), row.size());
+        memcpy(&y[shift], col.data(), col.size());
+        const float got = run(k, type, n, &x[shift], { &y[shift] })[0];
+        ok &= memcmp(&got, &want, sizeof(float)) == 0;
+    }
+    return report(ok, label(type, k.name) + " at odd addresses: bitwise equal");
+}
+
+// what is no number stays none: an overflown scale must not become a plausible sum
+bool check_nan(ggml_type type) {
+    const moe_kernel k = moe_kernel_for(type);
+    const int n = 512;
+    const uint16_t nan = type == GGML_TYPE_BF16 ? 0x7fc0 : 0x7e00;
+    const bytes col = quantise_column(type, normal(n, 1.0f));
+    bool ok = true;
+    for (size_t at : scales_at(type)) {
+        bytes row = quantise_row(type, normal(n, 0.02f));
+        memcpy(&row[row.size()/2/ggml_type_size(type)*ggml_type_size(type) + at], &nan, sizeof(nan));
+        ok &= std::isnan(run(k, type, n, row.data(), { col.data() })[0]);
+    }
+    return report(ok, label(type, k.name) + " NaN in, NaN out");
+}
+
 // a type without a kernel of its own, and allow_own = false
 bool check_fallback() {
     bool ok = true;
     const int n = 512;
-    for (ggml_type type : { GGML_TYPE_Q2_K, GGML_TYPE_IQ4_XS, GGML_TYPE_Q5_0 }) {
+    for (ggml_type type : { GGML_TYPE_TQ2_0, GGML_TYPE_NVFP4 }) {
         errors worst;
         const moe_kernel k = moe_kernel_for(type);
         check_row(k, type, n, quantise_row(type, normal(n, 0.02f)),
-                  { quantise_column(type, normal(n, 1.0f)), quantise_column(type, normal(n, 1.0f)) }, worst);
+                  { quantise_column(type, normal(n, 1.0f)), quantise_column(type, normal(n, 1.0f)) }, false, worst);
         ok &= report(worst.ggml == 0.0 && strcmp(k.name, "ggml vec_dot") == 0, label(type, k.name) + " fallback, bitwise");
     }
     const moe_kernel k = moe_kernel_for(GGML_TYPE_Q4_K, false);
@@ -344,18 +444,21 @@ bool check_fallback() {
 
 int test() {
     bool ok = true;
-    const int best = moe_kernel_set_isa_limit(2);
+    const int best = moe_kernel_set_isa_limit(BEST);
     printf("instruction set: %s, tolerance %.0e of sum |x*y|\n", moe_kernel_isa(), TOLERANCE);
     for (int level = 0; level <= best; level++) {
-        ok &= report(moe_kernel_set_isa_limit(level) == level && strcmp(moe_kernel_isa(), LEVELS[level]) == 0,
+        ok &= report(moe_kernel_set_isa_limit(level) == level && strcmp(moe_kernel_isa(), LEVELS[std::min(level, 2)]) == 0,
                      std::string("limit ") + LEVELS[level]);
         for (ggml_type type : TYPES) {
+            if (level == 3 && type != GGML_TYPE_BF16) { continue; } // the kernels of level 2
             ok &= check_type(type, level);
             ok &= check_neighbours(type);
+            ok &= level == 0 || check_alignment(type);
+            ok &= level == 0 || type == GGML_TYPE_MXFP4 || check_nan(type); // MXFP4's scale is always a number
             ok &= check_negative_control(type);
         }
     }
-    for (int level = best + 1; level <= 2; level++) {
+    for (int level = best + 1; level <= BEST; level++) {
         printf("skipped %s: this machine does not have it\n", LEVELS[level]);
     }
     ok &= check_fallback();
@@ -366,72 +469,362 @@ int test() {
 //
 // bench
 //
+// What the cold lane does, without its other work: threads take units of 16 rows of an expert from a counter, and each row
+// meets the columns of `width` tokens, four at a time. Beside it, in the same buffer, threads that only sum what they read.
+//
 
-// weights of many rows, far larger than the caches; the content repeats
-bytes many_rows(ggml_type type, int n, size_t total) {
-    const int distinct = 64;
-    bytes some;
-    for (int i = 0; i < distinct; i++) {
-        const bytes row = quantise_row(type, normal(n, 0.02f));
-        some.insert(some.end(), row.begin(), row.end());
-    }
-    bytes all;
-    all.reserve(total + some.size());
-    while (all.size() < total) { all.insert(all.end(), some.begin(), some.end()); }
-    return all;
+struct options {
+    std::vector<int> threads, widths = { 1, 2, 4, 8, 9 }, prefetch = { 1 };
+    std::vector<ggml_type> types;
+    std::vector<int> levels;
+    int row = 2048, mib = 1024, repeats = 3;
+    double seconds = 0.09;
+    std::string json;
+};
+
+[[noreturn]] void refuse(const std::string & why) {
+    fprintf(stderr, "test_moe_kernels: %s\n", why.c_str());
+    exit(2);
 }
 
-double gb_per_s(const moe_kernel & k, ggml_type type, int n, const bytes & weights, const std::vector<const void *> & cols, int passes) {
-    const size_t row_size = ggml_row_size(type, n);
-    const moe_vec_dot_t vec_dot = ggml_get_type_traits_cpu(type)->vec_dot;
-    double best = 0.0, sink = 0.0;
-    for (int pass = 0; pass < passes; pass++) { // the best pass: the machine is shared
-        float out[MOE_MAX_COLS];
-        const auto start = std::chrono::steady_clock::now();
-        for (size_t at = 0; at < weights.size(); at += row_size) {
-            k.fn(n, weights.data() + at, cols.data(), (int) cols.size(), out, vec_dot);
-            sink += out[0];
+#ifdef __linux__
+
+// The cores that this process may use, one of every physical core first.
+std::vector<int> usable_cores() {
+    std::vector<int> cores, siblings;
+    cpu_set_t allowed;
+    CPU_ZERO(&allowed);
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) { refuse("the affinity of this process cannot be read"); }
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        if (!CPU_ISSET(cpu, &allowed)) { continue; }
+        std::ifstream list("/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list");
+        int first = cpu;
+        if (!(list >> first)) { first = cpu; } // the siblings begin with the lowest
+        const bool taken = first != cpu && std::find(cores.begin(), cores.end(), first) != cores.end();
+        (taken ? siblings : cores).push_back(cpu);
+    }
+    cores.insert(cores.end(), siblings.begin(), siblings.end());
+    return cores;
+}
+
+void pin_to(int core) {
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(core, &one);
+    if (sched_setaffinity(0, sizeof(one), &one) != 0) { refuse("core " + std::to_string(core) + " refuses a thread"); }
+}
+
+#else // no affinity: threads run where the system puts them
+
+std::vector<int> usable_cores() {
+    std::vector<int> cores(std::thread::hardware_concurrency());
+    std::iota(cores.begin(), cores.end(), 0);
+    return cores;
+}
+
+void pin_to(int) {}
+
+#endif
+
+void on_cores(const std::vector<int> & cores, int n_threads, const std::function<void(int)> & work) {
+    std::vector<std::thread> threads;
+    for (int i = 0; i < n_threads; i++) {
+        threads.emplace_back([&, i] { pin_to(cores[i]); work(i); });
+    }
+    for (std::thread & t : threads) { t.join(); }
+}
+
+// Bytes a second that the threads get through: each takes units until the time is over. Units run around in the buffer.
+double gb_per_s(const std::vector<int> & cores, int n_threads, double seconds, size_t unit_bytes, const std::function<void(size_t)> & do_unit) {
+    using clock = std::chrono::steady_clock;
+    std::atomic<size_t> next{0}, done{0};
+    std::atomic<int> ready{0};
+    std::atomic<int64_t> first{INT64_MAX}, last{0}; // ns
+    on_cores(cores, n_threads, [&](int) {
+        ready++;
+        while (ready < n_threads) {}
+        const auto start = clock::now();
+        auto now = start;
+        size_t mine = 0;
+        while (now - start < std::chrono::duration<double>(seconds)) {
+            do_unit(next.fetch_add(1, std::memory_order_relaxed));
+            mine++;
+            now = clock::now();
         }
-        const std::chrono::duration<double> s = std::chrono::steady_clock::now() - start;
-        best = std::max(best, (double) weights.size()/s.count()/1e9);
-    }
-    if (sink == 0.5) { printf(" "); } // the results are used
-    return best;
+        done += mine;
+        const auto ns = [](clock::time_point t) { return (int64_t) std::chrono::nanoseconds(t.time_since_epoch()).count(); };
+        for (int64_t seen = first; ns(start) < seen && !first.compare_exchange_weak(seen, ns(start)); ) {}
+        for (int64_t seen = last;  ns(now)   > seen && !last.compare_exchange_weak(seen, ns(now)); ) {}
+    });
+    return (double) (done*unit_bytes)/(double) (last - first);
 }
 
-void bench_type(ggml_type type, int n, size_t total) {
-    const bytes weights = many_rows(type, n, total);
-    std::vector<bytes> cols;
-    for (int c = 0; c < MOE_MAX_COLS; c++) { cols.push_back(quantise_column(type, normal(n, 1.0f))); }
-    const int passes = total > (32u << 20) ? 4 : 400;
-    for (int level = 0; level <= moe_kernel_set_isa_limit(2); level++) {
+// keeps the compiler from dropping results that nobody looks at
+std::atomic<uint64_t> sink{0};
+
+uint64_t sum_of(const uint8_t * p, size_t n) {
+    uint64_t sum[8] = {}, v[8]; // as many as the compiler needs for vectors
+    for (size_t i = 0; i + sizeof(v) <= n; i += sizeof(v)) {
+        memcpy(v, p + i, sizeof(v));
+        for (int k = 0; k < 8; k++) { sum[k] += v[k]; }
+    }
+    return std::accumulate(sum, sum + 8, (uint64_t) 0);
+}
+
+// Anonymous memory, written by all threads, so that its pages lie where first touched.
+struct buffer {
+    size_t size;
+    uint8_t * data;
+
+    explicit buffer(size_t size) : size(size) {
+        data = (uint8_t *) mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (data == MAP_FAILED) { refuse("no memory for " + std::to_string(size >> 20) + " MiB of weights (--mib)"); }
+    }
+    buffer(const buffer &) = delete;
+    ~buffer() { munmap(data, size); }
+
+    // copies of `content`; bytes behind the last whole copy stay as they are
+    void fill(const bytes & content, const std::vector<int> & cores) {
+        const size_t n = size/content.size();
+        std::atomic<size_t> next{0};
+        on_cores(cores, (int) cores.size(), [&](int) {
+            for (size_t i; (i = next++) < n; ) { memcpy(data + i*content.size(), content.data(), content.size()); }
+        });
+    }
+};
+
+constexpr int UNIT_ROWS = 16, DISTINCT_ROWS = 64;
+constexpr size_t READ_UNIT = 64 << 10;
+
+struct result {
+    ggml_type type;
+    moe_kernel kernel;
+    int prefetch, threads, width;
+    std::vector<double> rate; // GB/s, one for every repeat
+    std::vector<double> read; // the same of threads that only sum, a moment before
+};
+
+double median(std::vector<double> v) {
+    std::sort(v.begin(), v.end());
+    return v[v.size()/2];
+}
+
+double read_rate(const options & o, const buffer & weights, const std::vector<int> & cores, int n_threads) {
+    const size_t n_units = weights.size/READ_UNIT;
+    return gb_per_s(cores, n_threads, o.seconds, READ_UNIT, [&](size_t u) {
+        sink.fetch_xor(sum_of(weights.data + u % n_units*READ_UNIT, READ_UNIT), std::memory_order_relaxed);
+    });
+}
+
+double kernel_rate(const options & o, const buffer & weights, const std::vector<int> & cores, const result & r, const bytes & cols) {
+    const size_t row = ggml_row_size(r.type, o.row), unit = row*UNIT_ROWS, n_units = weights.size/(row*DISTINCT_ROWS)*(DISTINCT_ROWS/UNIT_ROWS);
+    const ggml_type_traits_cpu * traits = ggml_get_type_traits_cpu(r.type);
+    std::vector<const void *> y;
+    for (int c = 0; c < r.width; c++) { y.push_back(cols.data() + c*ggml_row_size(traits->vec_dot_type, o.row)); }
+    moe_kernel_set_prefetch(r.prefetch);
+    return gb_per_s(cores, r.threads, o.seconds, unit, [&](size_t u) {
+        const uint8_t * x = weights.data + u % n_units*unit;
+        float out[MOE_MAX_COLS] = {}, sum = 0.0f;
+        for (int i = 0; i < UNIT_ROWS; i++) {
+            for (size_t c = 0; c < y.size(); c += MOE_MAX_COLS) {
+                r.kernel.fn(o.row, x + i*row, &y[c], (int) std::min<size_t>(MOE_MAX_COLS, y.size() - c), out, traits->vec_dot);
+                sum += out[0];
+            }
+        }
+        sink.fetch_xor((uint64_t) (sum != 0.0f), std::memory_order_relaxed);
+    });
+}
+
+// What is to be measured for a type, in the order of the table. A level that brings no other kernel is left out.
+std::vector<result> plan(const options & o, ggml_type type, int n_threads) {
+    std::vector<result> todo;
+    for (int level : o.levels) {
         moe_kernel_set_isa_limit(level);
         const moe_kernel k = moe_kernel_for(type);
-        printf("%-5s n %4d %-12s", ggml_type_name(type), n, k.name);
-        std::vector<const void *> y;
-        for (const bytes & col : cols) {
-            y.push_back(col.data());
-            printf(" %7.2f", gb_per_s(k, type, n, weights, y, passes));
+        if (std::any_of(todo.begin(), todo.end(), [&](const result & r) { return r.kernel.fn == k.fn; })) { continue; }
+        for (int prefetch : k.prefetches ? o.prefetch : std::vector<int> { 1 }) {
+            for (int width : o.widths) { todo.push_back({ type, k, prefetch, n_threads, width, {}, {} }); }
         }
-        printf("\n");
-        fflush(stdout);
     }
-    moe_kernel_set_isa_limit(2);
+    moe_kernel_set_isa_limit(BEST);
+    return todo;
 }
 
-int bench() {
-    for (size_t total : { (size_t) 192 << 20, (size_t) 512 << 10 }) {
-        printf("GB/s of weights, one thread, %zu KiB of weights; 1, 2, 3, 4 columns\n", total >> 10);
-        for (int n : { 2048, 768 }) {
-            for (ggml_type type : TYPES) { bench_type(type, n, total); }
+// Every repeat measures everything once, so that a disturbance does not hit one figure alone.
+std::vector<result> bench_type(const options & o, ggml_type type, buffer & weights, const std::vector<int> & cores, int n_threads) {
+    bytes rows, cols; // columns lie one after the other, as in the cold lane
+    for (int i = 0; i < DISTINCT_ROWS; i++) {
+        const bytes row = quantise_row(type, normal(o.row, 0.02f));
+        rows.insert(rows.end(), row.begin(), row.end());
+    }
+    for (int c = 0; c < *std::max_element(o.widths.begin(), o.widths.end()); c++) {
+        const bytes col = quantise_column(type, normal(o.row, 1.0f));
+        cols.insert(cols.end(), col.begin(), col.end());
+    }
+    weights.fill(rows, cores);
+    std::vector<result> results = plan(o, type, n_threads);
+    for (int repeat = 0; repeat < o.repeats; repeat++) {
+        const double read = read_rate(o, weights, cores, n_threads);
+        for (result & r : results) {
+            r.rate.push_back(kernel_rate(o, weights, cores, r, cols));
+            r.read.push_back(read);
         }
     }
+    moe_kernel_set_prefetch(1);
+    return results;
+}
+
+void print_lines(const options & o, const std::vector<result> & results) {
+    for (size_t i = 0; i < results.size(); i += o.widths.size()) {
+        const result & r = results[i];
+        printf("%-6s %-12s %8s %4d %6.1f ", ggml_type_name(r.type), r.kernel.name, r.kernel.prefetches ? std::to_string(r.prefetch).c_str() : "-",
+               r.threads, median(r.read));
+        for (size_t w = 0; w < o.widths.size(); w++) {
+            const double rate = median(results[i + w].rate);
+            printf(" %6.1f %3.0f%%", rate, 100.0*rate/median(r.read));
+        }
+        printf("\n");
+    }
+    fflush(stdout);
+}
+
+// the first line of /proc/cpuinfo that names the model
+std::string cpu_model() {
+    std::ifstream info("/proc/cpuinfo");
+    for (std::string line; std::getline(info, line); ) {
+        if (line.rfind("model name", 0) == 0) { return line.substr(line.find(':') + 2); }
+    }
+    return "unknown";
+}
+
+void write_json(const options & o, size_t n_cores, const std::vector<result> & results) {
+    const auto list = [](const std::vector<double> & values) {
+        std::string s;
+        for (double v : values) {
+            char number[32];
+            snprintf(number, sizeof(number), "%s%.3f", s.empty() ? "" : ", ", v);
+            s += number;
+        }
+        return "[" + s + "]";
+    };
+    std::ofstream out(o.json);
+    out << "{\"cpu\": \"" << cpu_model() << "\", \"cores\": " << n_cores << ", \"isa\": \"" << moe_kernel_isa() << "\", \"row\": " << o.row
+        << ", \"mib\": " << o.mib << ", \"seconds\": " << o.seconds << ", \"unit\": \"GB/s of weights, every repeat\", \"results\": [";
+    for (size_t i = 0; i < results.size(); i++) {
+        const result & r = results[i];
+        out << (i ? ",\n" : "\n") << "{\"type\": \"" << ggml_type_name(r.type) << "\", \"kernel\": \"" << r.kernel.name
+            << "\", \"prefetch\": " << (r.kernel.prefetches ? r.prefetch : 0)
+            << ", \"threads\": " << r.threads << ", \"width\": " << r.width << ", \"rate\": " << list(r.rate) << ", \"read\": " << list(r.read) << "}";
+    }
+    out << "\n]}\n";
+    out.close();
+    if (!out) { refuse("cannot write " + o.json); }
+}
+
+int bench(const options & o, const std::vector<int> & cores) {
+    printf("%s, %zu cores; %d MiB of weights, rows of %d, median of %d times %g ms\n", cpu_model().c_str(), cores.size(), o.mib, o.row, o.repeats, 1000.0*o.seconds);
+    printf("GB/s of weights, and the share of what as many threads read; columns are tokens an expert\n");
+    printf("type   kernel       prefetch thr.   read ");
+    for (int width : o.widths) { printf(" %11d", width); }
+    printf("\n");
+    buffer weights((size_t) o.mib << 20);
+    std::vector<result> results;
+    for (int n_threads : o.threads) {
+        for (ggml_type type : o.types) {
+            const std::vector<result> some = bench_type(o, type, weights, cores, n_threads);
+            print_lines(o, some);
+            results.insert(results.end(), some.begin(), some.end());
+        }
+    }
+    if (!o.json.empty()) { write_json(o, cores.size(), results); }
     return 0;
+}
+
+//
+// command line
+//
+
+std::vector<std::string> split(const std::string & list) {
+    std::vector<std::string> parts;
+    std::stringstream in(list);
+    for (std::string part; std::getline(in, part, ','); ) { parts.push_back(part); }
+    return parts;
+}
+
+int number(const std::string & text, int lowest) {
+    char * end = nullptr;
+    const long v = strtol(text.c_str(), &end, 10);
+    if (text.empty() || *end || v < lowest || v > 1 << 20) { refuse("'" + text + "' is no whole number from " + std::to_string(lowest)); }
+    return (int) v;
+}
+
+std::vector<int> numbers(const std::string & list, int lowest) {
+    std::vector<int> v;
+    for (const std::string & part : split(list)) { v.push_back(number(part, lowest)); }
+    if (v.empty()) { refuse("a list of numbers is empty"); }
+    return v;
+}
+
+std::vector<ggml_type> types_named(const std::string & list) {
+    std::vector<ggml_type> found;
+    for (const std::string & name : split(list)) {
+        const ggml_type * t = std::find_if(std::begin(TYPES), std::end(TYPES), [&](ggml_type type) { return name == ggml_type_name(type); });
+        if (t == std::end(TYPES)) { refuse("no kernel of our own for type '" + name + "'"); }
+        found.push_back(*t);
+    }
+    return found;
+}
+
+std::vector<int> levels_named(const std::string & list) {
+    const int best = moe_kernel_set_isa_limit(BEST);
+    std::vector<int> found;
+    for (const std::string & name : split(list)) {
+        int level = 0;
+        while (level <= BEST && name != LEVELS[level]) { level++; }
+        if (level > best) { refuse("this machine has no '" + name + "'"); }
+        found.push_back(level);
+    }
+    return found;
+}
+
+options parse(int argc, char ** argv, size_t n_cores) {
+    options o;
+    o.types.assign(TYPES, TYPES + 9);
+    o.levels = { moe_kernel_set_isa_limit(BEST) };
+    for (int t : { 1, 4, 8, 16 }) {
+        if (t <= (int) n_cores) { o.threads.push_back(t); }
+    }
+    for (int i = 2; i < argc; i += 2) {
+        const std::string name = argv[i];
+        if (i + 1 == argc) { refuse(name + " wants a value"); }
+        const std::string value = argv[i + 1];
+        if      (name == "--threads")  { o.threads  = numbers(value, 1); }
+        else if (name == "--widths")   { o.widths   = numbers(value, 1); }
+        else if (name == "--prefetch") { o.prefetch = numbers(value, 0); }
+        else if (name == "--types")    { o.types    = types_named(value); }
+        else if (name == "--levels")   { o.levels   = levels_named(value); }
+        else if (name == "--row")      { o.row      = number(value, 256); }
+        else if (name == "--mib")      { o.mib      = number(value, 1); }
+        else if (name == "--repeats")  { o.repeats  = number(value, 1); }
+        else if (name == "--ms")       { o.seconds  = number(value, 1)/1000.0; }
+        else if (name == "--json")     { o.json     = value; }
+        else { refuse("unknown option " + name); }
+    }
+    if (*std::max_element(o.threads.begin(), o.threads.end()) > (int) n_cores) {
+        refuse("more threads asked for than the " + std::to_string(n_cores) + " cores that this process may use");
+    }
+    if (o.row % 256) { refuse("--row wants a multiple of 256"); }
+    if (o.mib > 4096) { refuse("--mib takes at most 4096"); }
+    if (!o.json.empty() && !std::ofstream(o.json, std::ios::app)) { refuse("cannot write " + o.json); } // now, not after a minute
+    return o;
 }
 
 } // namespace
 
 int main(int argc, char ** argv) {
     ggml_cpu_init();
-    return argc > 1 && strcmp(argv[1], "--bench") == 0 ? bench() : test();
+    if (argc == 1) { return test(); }
+    if (strcmp(argv[1], "--bench") != 0) { refuse("it takes nothing, or --bench and its options: see the head of the source"); }
+    const std::vector<int> cores = usable_cores();
+    return bench(parse(argc, argv, cores.size()), cores);
 }

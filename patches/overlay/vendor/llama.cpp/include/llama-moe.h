@@ -13,7 +13,7 @@
 //
 // Threads. As for the rest of the API, a context belongs to one thread at a time. Between llama_decode and llama_synchronize
 // (or reading logits) a decode is in flight: evict, publish, set_slots and set_router_callback are refused then with
-// LLAMA_MOE_IN_FLIGHT; load and sync are allowed, also from another thread. Attach and detach wait for the decode.
+// LLAMA_MOE_IN_FLIGHT (set_execution too); load and sync are allowed, also from another thread. Attach and detach wait for the decode.
 //
 // Errors come back as codes; llama_moe_error gives the sentence. Nothing here aborts the process.
 
@@ -44,8 +44,20 @@ extern "C" {
         LLAMA_MOE_FAILED            = -13, // the device lane failed (everything is computed on the CPU then), or attaching did
     };
 
+    // How a hybrid layer is executed. In-stream: the hot experts in the context's own graph on the device, the cold ones on a pool of
+    // threads of the process, nothing waits for the host in between (CUDA). Portable: a CPU operation per layer that drives the device
+    // through a backend of its own (any device). Same contract, same results up to rounding.
+    enum llama_moe_execution {
+        LLAMA_MOE_AUTO      = 0, // in-stream where the device and the layer allow it, else portable
+        LLAMA_MOE_PORTABLE  = 1,
+        LLAMA_MOE_IN_STREAM = 2, // as AUTO, but an error if no layer can; on the CPU device it is emulated, for tests
+    };
+
     struct llama_moe_params {
         ggml_backend_dev_t device;  // where the slots live; NULL: the first GPU, else a second instance of the CPU backend
+        int32_t execution;          // enum llama_moe_execution
+        int32_t pool_threads;       // in-stream: threads for the CPU part; 0: the context's n_threads, less the cores that must stay free
+        int32_t timeout_ms;         // in-stream: a layer's CPU part that takes longer has failed
         int32_t max_batch_tokens;   // 1 to 512: batches of up to this many tokens run hybrid, larger ones take upstream's path
         bool    own_kernels;        // cold lane: our multi-column kernels where they exist, else ggml's vec_dot
         bool    cache_graphs;       // keep one graph (and its compute buffers) per batch width, so that a change costs nothing
@@ -60,8 +72,10 @@ extern "C" {
         int32_t n_slots;
         int64_t expert_bytes;   // bytes of one expert: what a slot takes and an upload moves
         bool    hybrid;
+        bool    in_stream;      // the in-stream execution computes it now (batches of up to 32 tokens)
         bool    pinned;         // the experts' host memory is page-locked for the device (uploads at full link speed)
         const char * fallback;  // why the row takes upstream's path; "" if it runs hybrid
+        const char * portable;  // why a hybrid row is not computed in-stream; "" if it is
         const char * kernel;    // cold kernels of gate/up and down, e.g. "avx512-vnni, avx512-vnni"
     };
 
@@ -76,10 +90,12 @@ extern "C" {
         int64_t n_loads;        // uploads that landed
         int64_t n_load_bytes;
         double  us_plan;        // splitting the pairs
-        double  us_launch;      // starting the device lane (thread 0)
-        double  us_cold;        // cold lane, after the launch
-        double  us_wait;        // waiting for the device lane, after the cold lane
-        double  us_total;
+        double  us_launch;      // portable: starting the device lane (thread 0)
+        double  us_cold;        // cold lane (portable: after the launch; in-stream: from the request on, with us_plan)
+        double  us_wait;        // portable: the CPU waiting for the device after the cold lane; in-stream: the device waiting for the pool
+        double  us_total;       // in-stream: from publish to the end of join, by the device's clock
+        double  us_hot;         // in-stream: from publish to join, by the device's clock
+        double  us_rest;        // in-stream: from join to the next layer's publish
     };
 
     enum llama_moe_expert_state {
@@ -110,6 +126,12 @@ extern "C" {
     // evicted. Without room for both, the old slots of a row that shrinks go first and its residents are uploaded again. A row that
     // cannot grow keeps what it had; the rest is done.
     LLAMA_API int32_t llama_moe_set_slots(struct llama_context * ctx, const int32_t * n_slots);
+    // Changes the execution; graphs are built anew.
+    LLAMA_API int32_t llama_moe_set_execution(struct llama_context * ctx, int32_t execution);
+    // Why the last decode failed after llama_decode had returned, "" if it did not; waits for the decode. Its logits are NaN then, and the
+    // KV cache holds what must not be used: clear it (llama_memory_clear with data). The context stays usable.
+    LLAMA_API const char * llama_moe_failure(struct llama_context * ctx);
+
     // Bytes that slots, the lane's buffers and the graphs kept per width take on the device now.
     LLAMA_API int64_t llama_moe_device_bytes(const struct llama_context * ctx);
 
@@ -144,6 +166,11 @@ extern "C" {
 
     // Bytes of the GGUF's experts that live in host memory, and of these the page-locked ones.
     LLAMA_API void llama_moe_host_bytes(const struct llama_context * ctx, int64_t * total, int64_t * pinned);
+
+    // For tests: thread `thread` of the process's pool sleeps that long in its next request; sleep_ms < 0: it ends for good.
+    LLAMA_API int32_t llama_moe_inject_pool_fault(struct llama_context * ctx, int32_t thread, int32_t sleep_ms);
+    // Threads of the process's pool; 0: no context computes in-stream.
+    LLAMA_API int32_t llama_moe_pool_threads(const struct llama_context * ctx);
 
     // The instruction set of our cold kernels on this machine ("avx512-vnni", "avx2", "none").
     LLAMA_API const char * llama_moe_kernel_isa(void);

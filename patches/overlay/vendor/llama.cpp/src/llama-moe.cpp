@@ -56,6 +56,9 @@ static std::string expert_at(int32_t row, int32_t expert) {
 struct llama_moe_params llama_moe_default_params(void) {
     return {
         /*.device           =*/ nullptr,
+        /*.execution        =*/ LLAMA_MOE_AUTO,
+        /*.pool_threads     =*/ 0,
+        /*.timeout_ms       =*/ 10000,
         /*.max_batch_tokens =*/ 32,
         /*.own_kernels      =*/ true,
         /*.cache_graphs     =*/ true,
@@ -76,6 +79,15 @@ int32_t llama_moe_attach(llama_context * ctx, llama_moe_params params) {
     }
     if (params.max_batch_tokens < 1 || params.max_batch_tokens > 512) {
         return fail(LLAMA_MOE_INVALID_ARGUMENT, "max_batch_tokens is " + std::to_string(params.max_batch_tokens) + ", it must be from 1 to 512");
+    }
+    if (params.execution < LLAMA_MOE_AUTO || params.execution > LLAMA_MOE_IN_STREAM) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, "there is no execution " + std::to_string(params.execution));
+    }
+    if (params.pool_threads < 0 || params.pool_threads > moe_pool::MAX_THREADS) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, "pool_threads is " + std::to_string(params.pool_threads) + ", it must be from 0 to " + std::to_string(moe_pool::MAX_THREADS));
+    }
+    if (params.timeout_ms < 1) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, "timeout_ms is " + std::to_string(params.timeout_ms) + ", it must be at least 1");
     }
     std::string error;
     int32_t status;
@@ -130,6 +142,7 @@ int32_t llama_moe_row(const llama_context * ctx, int32_t row, llama_moe_row_info
     *info = {};
     info->il       = -1;
     info->fallback = "";
+    info->portable = "";
     info->kernel   = "";
     if (l) {
         info->il            = l->block.il;
@@ -138,6 +151,8 @@ int32_t llama_moe_row(const llama_context * ctx, int32_t row, llama_moe_row_info
         info->n_slots       = (int32_t) l->slots.slots.size();
         info->expert_bytes  = (int64_t) l->block.expert_bytes();
         info->hybrid        = l->fallback_now.empty() && !st->device_failed;
+        info->in_stream     = info->hybrid && st->stream_on && l->stream_reason.empty();
+        info->portable      = info->hybrid && !info->in_stream ? (l->stream_reason.empty() ? "a thread of the pool hangs" : l->stream_reason.c_str()) : "";
         info->pinned        = l->pinned;
         info->fallback      = l->fallback_now.empty() && st->device_failed ? DEVICE_FAILED : l->fallback_now.c_str();
         info->kernel        = l->kernels.c_str();
@@ -156,6 +171,50 @@ int32_t llama_moe_set_slots(llama_context * ctx, const int32_t * n_slots) {
     std::string error;
     const int32_t status = st->set_slots(n_slots, error);
     return status == LLAMA_MOE_OK ? status : fail(status, error);
+}
+
+int32_t llama_moe_set_execution(llama_context * ctx, int32_t execution) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    if (st->in_flight) {
+        return in_flight();
+    }
+    if (execution < LLAMA_MOE_AUTO || execution > LLAMA_MOE_IN_STREAM) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, "there is no execution " + std::to_string(execution));
+    }
+    std::string error;
+    const int32_t status = st->set_execution(execution, error);
+    return status == LLAMA_MOE_OK ? status : fail(status, error);
+}
+
+const char * llama_moe_failure(llama_context * ctx) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return "";
+    }
+    if (st->in_flight) {
+        llama_synchronize(ctx);
+    }
+    return st->failure.c_str();
+}
+
+int32_t llama_moe_inject_pool_fault(llama_context * ctx, int32_t thread, int32_t sleep_ms) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    if (!st->stream) {
+        return fail(LLAMA_MOE_UNSUPPORTED, "no layer is computed in-stream");
+    }
+    st->stream->threads().inject_fault(thread, sleep_ms);
+    return LLAMA_MOE_OK;
+}
+
+int32_t llama_moe_pool_threads(const llama_context * ctx) {
+    const llama_moe_state * st = state_of(ctx);
+    return st && st->stream ? st->stream->threads().size() : 0;
 }
 
 int64_t llama_moe_device_bytes(const llama_context * ctx) {
@@ -201,6 +260,9 @@ int32_t llama_moe_evict(llama_context * ctx, int32_t row, int32_t expert) {
         return status;
     }
     status = st->residency->evict(l->slots, expert);
+    if (st->stream && status == LLAMA_MOE_OK) {
+        st->stream->map_changed();
+    }
     return status == LLAMA_MOE_OK ? status : fail(status, expert_at(row, expert) + " is not resident");
 }
 
@@ -215,6 +277,9 @@ int32_t llama_moe_publish(llama_context * ctx) {
     int32_t n = 0;
     for (auto & l : st->layers) {
         n += l->block.hybrid() ? st->residency->publish(l->slots) : 0;
+    }
+    if (st->stream && n > 0) {
+        st->stream->map_changed();
     }
     return n;
 }
@@ -316,6 +381,9 @@ int32_t llama_moe_perf_reset(llama_context * ctx, bool take_times) {
     for (auto & l : st->layers) {
         l->perf = {};
         st->residency->reset_stats(l->slots);
+    }
+    if (st->stream) {
+        st->stream->reset_times();
     }
     return LLAMA_MOE_OK;
 }

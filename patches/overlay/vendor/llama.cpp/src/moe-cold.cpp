@@ -1,6 +1,7 @@
 #include "moe-cold.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <thread>
@@ -9,22 +10,40 @@
 // threads
 //
 
-void moe_barrier::wait(int n_threads) {
+int64_t moe_now_us() {
+    return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void moe_barrier::reset(int64_t deadline) {
+    n_arrived.store(0, std::memory_order_relaxed);
+    given_up.store(false, std::memory_order_relaxed);
+    deadline_us = deadline;
+}
+
+bool moe_barrier::wait(int n_threads) {
     if (n_threads == 1) {
-        return;
+        return !given_up.load(std::memory_order_relaxed);
     }
     const int gen = generation.load(std::memory_order_relaxed);
     if (n_arrived.fetch_add(1, std::memory_order_acq_rel) == n_threads - 1) {
         n_arrived.store(0, std::memory_order_relaxed);
         generation.fetch_add(1, std::memory_order_release);
-        return;
+        return !given_up.load(std::memory_order_relaxed);
     }
     for (int spin = 0; generation.load(std::memory_order_acquire) == gen; spin++) {
         moe_cpu_relax();
         if (spin > 4000) { // about 0.2 ms on x86: somebody was preempted
+            if (given_up.load(std::memory_order_relaxed)) {
+                return false;
+            }
+            if (deadline_us != INT64_MAX && moe_now_us() > deadline_us) {
+                given_up.store(true, std::memory_order_relaxed);
+                return false;
+            }
             std::this_thread::yield();
         }
     }
+    return !given_up.load(std::memory_order_relaxed);
 }
 
 //
@@ -128,13 +147,20 @@ void moe_cold_lane::reserve(const moe_block & block, int max_tokens) {
     experts.reserve(max_pairs);
 }
 
-void moe_cold_lane::begin(const moe_block & block) {
+// the up matrix needs inputs of its own only if its vec_dot_type is another one than gate's
+static bool up_input_differs(const moe_block & block, moe_type_traits_t traits) {
+    return !block.merged && traits(block.host[MOE_UP]->type)->vec_dot_type != traits(block.host[MOE_GATE]->type)->vec_dot_type;
+}
+
+void moe_cold_lane::begin(const moe_block & block, const char * x_given) {
     pairs.clear();
     experts.clear();
     next_gate_up.store(0, std::memory_order_relaxed);
     next_down.store(0, std::memory_order_relaxed);
     for (int m = 0; m < 2; m++) {
-        x_row[m] = ggml_row_size(traits(block.host[matrix_part(block, m)]->type)->vec_dot_type, block.n_embd);
+        const int from = m == 1 && up_input_differs(block, traits) ? 1 : 0; // whose rows it reads
+        x_row [m] = ggml_row_size(traits(block.host[matrix_part(block, from)]->type)->vec_dot_type, block.n_embd);
+        x_rows[m] = x_given ? x_given : x_quant[from].data();
     }
     h_row = ggml_row_size(traits(block.host[MOE_DOWN]->type)->vec_dot_type, block.n_ff);
 }
@@ -147,9 +173,8 @@ void moe_cold_lane::quantize(ggml_type type, const float * src, char * dst, int 
     }
 }
 
-// the up matrix needs inputs of its own only if its vec_dot_type is another one than gate's
-static bool up_input_differs(const moe_block & block, moe_type_traits_t traits) {
-    return !block.merged && traits(block.host[MOE_UP]->type)->vec_dot_type != traits(block.host[MOE_GATE]->type)->vec_dot_type;
+bool moe_cold_lane::one_input(const moe_block & block) const {
+    return !block.weight_before && !up_input_differs(block, traits);
 }
 
 void moe_cold_lane::quantize_tokens(const moe_block & block, const char * x, size_t x_stride, int n_tokens, int ith, int n_threads) {
@@ -184,15 +209,9 @@ void moe_cold_lane::quantize_pairs(const moe_block & block, const char * x, size
     }
 }
 
-const char * moe_cold_lane::input_row(const moe_block & block, int matrix, int pair) const {
-    const int    m = matrix == 1 && up_input_differs(block, traits) ? 1 : 0;
-    const size_t i = block.weight_before ? pair : pairs[pair].token;
-    return x_quant[m].data() + i*x_row[m];
-}
-
 // Work units are R rows of one expert. The next unit is taken before the current one is computed, so that its first rows can
 // be prefetched: an expert's rows are contiguous, but the step to the next expert would otherwise stall on DRAM.
-void moe_cold_lane::gate_up(const moe_block & block, int n_threads) {
+void moe_cold_lane::gate_up(const moe_block & block, int n_threads, const std::atomic<bool> & given_up) {
     const int n_experts   = (int) experts.size();
     const int R           = n_experts*block.n_ff/16 < 8*n_threads ? 8 : 16;
     const int n_per_exp   = (block.n_ff + R - 1)/R;
@@ -212,7 +231,7 @@ void moe_cold_lane::gate_up(const moe_block & block, int n_threads) {
     auto weights = [&](int m, int expert) { return block.expert_data(matrix_part(block, m), expert) + offset[m]; };
 
     int u = next_gate_up.fetch_add(1, std::memory_order_relaxed);
-    while (u < n_units) {
+    while (u < n_units && !given_up.load(std::memory_order_relaxed)) {
         const int u_next = next_gate_up.fetch_add(1, std::memory_order_relaxed);
         const moe_cold_expert & ce = experts[u/n_per_exp];
         const int r0 = (u % n_per_exp)*R;
@@ -237,7 +256,8 @@ void moe_cold_lane::gate_up(const moe_block & block, int n_threads) {
                 for (int m = 0; m < 2; m++) {
                     const void * y[MOE_MAX_COLS];
                     for (int j = 0; j < nc; j++) {
-                        y[j] = input_row(block, m, ce.first + c + j);
+                        const int q = ce.first + c + j;
+                        y[j] = input_row(m, block.weight_before ? q : pairs[q].token);
                     }
                     kernel[m].fn(block.n_embd, base[m] + r*row[m], y, nc, out[m], tr[m]->vec_dot);
                 }
@@ -252,19 +272,28 @@ void moe_cold_lane::gate_up(const moe_block & block, int n_threads) {
     }
 }
 
+// Blocks of a row are quantised independently of each other: with few pairs there is work for more threads than pairs.
 void moe_cold_lane::quantize_hidden(const moe_block & block, int ith, int n_threads) {
     const ggml_type type = traits(block.host[MOE_DOWN]->type)->vec_dot_type;
-    for (size_t q = ith; q < pairs.size(); q += n_threads) {
-        quantize(type, hidden.data() + q*block.n_ff, h_quant.data() + q*h_row, block.n_ff);
+    const int    part    = block.n_ff % 256 == 0 ? 256 : block.n_ff; // a multiple of every type's block
+    const int    n_parts = block.n_ff/part;
+    const size_t size    = ggml_row_size(type, part);
+    for (size_t u = ith; u < pairs.size()*n_parts; u += n_threads) {
+        const size_t q = u/n_parts;
+        const size_t i = u % n_parts;
+        quantize(type, hidden.data() + q*block.n_ff + i*part, h_quant.data() + q*h_row + i*size, part);
     }
 }
 
 // Work units are R output rows over all experts: the accumulation of a row stays with one thread, experts in ascending order.
-void moe_cold_lane::down(const moe_block & block, int n_tokens, char * dst, size_t dst_stride, int n_threads) {
-    constexpr int R_MAX   = 64; // fewer rows at a time halve the speed: they break up the streams from DRAM
+void moe_cold_lane::down(const moe_block & block, int n_tokens, char * dst, size_t dst_stride, int n_threads, const std::atomic<bool> & given_up) {
+    constexpr int R_GOAL  = 64; // far fewer rows at a time halve the speed: they break up the streams from DRAM
+    constexpr int R_MAX   = 128;
     constexpr int N_AHEAD = 5;
-    const int R       = block.n_embd/32 < 2*n_threads ? R_MAX/2 : R_MAX;
-    const int n_units = (block.n_embd + R - 1)/R;
+    // the same number of units for every thread
+    const int n_rounds = std::max(1, block.n_embd/(R_GOAL*n_threads));
+    const int R        = std::min(R_MAX, (int) GGML_PAD((block.n_embd + n_rounds*n_threads - 1)/(n_rounds*n_threads), 8));
+    const int n_units  = (block.n_embd + R - 1)/R;
 
     const ggml_tensor * w = block.host[MOE_DOWN];
     const ggml_type_traits_cpu * tr = traits(w->type);
@@ -273,7 +302,7 @@ void moe_cold_lane::down(const moe_block & block, int n_tokens, char * dst, size
 
     static thread_local std::vector<float> acc; // [n_tokens][R]
     acc.resize((size_t) n_tokens*R);
-    for (int u; (u = next_down.fetch_add(1, std::memory_order_relaxed)) < n_units; ) {
+    for (int u; (u = next_down.fetch_add(1, std::memory_order_relaxed)) < n_units && !given_up.load(std::memory_order_relaxed); ) {
         const int r0 = u*R;
         const int r1 = std::min(r0 + R, block.n_embd);
         std::fill(acc.begin(), acc.end(), 0.0f);
@@ -312,15 +341,22 @@ void moe_cold_lane::down(const moe_block & block, int n_tokens, char * dst, size
     }
 }
 
-void moe_cold_lane::run(const moe_block & block, const char * x, size_t x_stride, int n_tokens,
+bool moe_cold_lane::run(const moe_block & block, const char * x, size_t x_stride, int n_tokens,
         char * dst, size_t dst_stride, int ith, int n_threads, moe_barrier & barrier) {
     if (block.weight_before) {
         quantize_pairs(block, x, x_stride, ith, n_threads);
-        barrier.wait(n_threads);
+        if (!barrier.wait(n_threads)) {
+            return false;
+        }
     }
-    gate_up(block, n_threads);
-    barrier.wait(n_threads);
+    gate_up(block, n_threads, barrier.given_up);
+    if (!barrier.wait(n_threads)) {
+        return false;
+    }
     quantize_hidden(block, ith, n_threads);
-    barrier.wait(n_threads);
-    down(block, n_tokens, dst, dst_stride, n_threads);
+    if (!barrier.wait(n_threads)) {
+        return false;
+    }
+    down(block, n_tokens, dst, dst_stride, n_threads, barrier.given_up);
+    return !barrier.given_up.load(std::memory_order_relaxed);
 }

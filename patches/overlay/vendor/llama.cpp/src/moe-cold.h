@@ -20,14 +20,21 @@ static inline void moe_cpu_relax() { asm volatile("yield"); }
 static inline void moe_cpu_relax() {}
 #endif
 
-// spins, then yields: the threads of a graph computation arrive within microseconds unless the machine is oversubscribed
+// Spins, then yields: the threads of a graph computation arrive within microseconds unless the machine is oversubscribed.
+// With a deadline, those who wait give up when it has passed; from then on nobody waits until reset() (all threads have left by then).
 struct moe_barrier {
-    void wait(int n_threads);
+    bool wait(int n_threads); // false: given up
+    void reset(int64_t deadline_us = INT64_MAX); // on moe_now_us()'s clock
+
+    std::atomic<bool> given_up{false};
 
 private:
+    int64_t deadline_us = INT64_MAX;
     alignas(64) std::atomic<int> n_arrived{0};
     alignas(64) std::atomic<int> generation{0};
 };
+
+int64_t moe_now_us(); // a steady clock
 
 struct moe_cold_pair {
     int32_t token;
@@ -50,8 +57,10 @@ public:
     // buffers for blocks of this shape
     void reserve(const moe_block & block, int max_tokens);
 
-    // by thread 0, before a barrier: the work of one call; the caller fills pairs and experts
-    void begin(const moe_block & block);
+    // By thread 0, before a barrier: the work of one call; the caller fills pairs and experts. x_quant: the tokens' rows in gate's
+    // vec_dot_type if the caller has them (not if up takes another type, or weight_before), else quantize_tokens makes them.
+    void begin(const moe_block & block, const char * x_quant = nullptr);
+    bool one_input(const moe_block & block) const; // may x_quant be given?
     std::vector<moe_cold_pair>   pairs;
     std::vector<moe_cold_expert> experts; // in ascending order of expert
 
@@ -59,24 +68,25 @@ public:
     void quantize_tokens(const moe_block & block, const char * x, size_t x_stride, int n_tokens, int ith, int n_threads);
 
     // by all threads, after a barrier; x: F32 rows of n_embd. Writes all of dst[n_tokens][n_embd].
-    // The caller sees the result after its next barrier.
-    void run(const moe_block & block, const char * x, size_t x_stride, int n_tokens,
+    // The caller sees the result after its next barrier. false: a barrier was given up, dst is not complete.
+    bool run(const moe_block & block, const char * x, size_t x_stride, int n_tokens,
              char * dst, size_t dst_stride, int ith, int n_threads, moe_barrier & barrier);
 
 private:
     void quantize(ggml_type type, const float * src, char * dst, int n) const;
     void quantize_pairs(const moe_block & block, const char * x, size_t x_stride, int ith, int n_threads);
-    void gate_up       (const moe_block & block, int n_threads);
+    void gate_up       (const moe_block & block, int n_threads, const std::atomic<bool> & given_up);
     void quantize_hidden(const moe_block & block, int ith, int n_threads);
-    void down          (const moe_block & block, int n_tokens, char * dst, size_t dst_stride, int n_threads);
+    void down          (const moe_block & block, int n_tokens, char * dst, size_t dst_stride, int n_threads, const std::atomic<bool> & given_up);
 
-    const char * input_row(const moe_block & block, int matrix, int pair) const;
+    const char * input_row(int matrix, int row) const { return x_rows[matrix] + row*x_row[matrix]; }
 
     moe_type_traits_t traits;
     bool own_kernels;
 
     // inputs in the vec_dot_type of gate and of up (the second only if it differs), a row per token, or per pair if weight_before
     std::vector<char>  x_quant[2];
+    const char *       x_rows[2] = {nullptr, nullptr}; // where they are: in x_quant, or what begin was given
     std::vector<float> hidden;   // [n_pairs][n_ff], after the activation
     std::vector<char>  h_quant;  // the same in the vec_dot_type of down
     size_t x_row[2] = {0, 0};

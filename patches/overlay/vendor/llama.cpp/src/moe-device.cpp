@@ -16,6 +16,16 @@ void moe_set_one_thread(ggml_backend_t backend) {
     }
 }
 
+ggml_tensor * moe_activation_op(ggml_context * ctx, moe_activation act, ggml_tensor * gate, ggml_tensor * up) {
+    switch (act) {
+        case MOE_ACT_SWIGLU:     return ggml_swiglu_split(ctx, gate, up);
+        case MOE_ACT_GEGLU:      return ggml_geglu_split (ctx, gate, up);
+        case MOE_ACT_REGLU:      return ggml_reglu_split (ctx, gate, up);
+        case MOE_ACT_SWIGLU_OAI: return ggml_swiglu_oai  (ctx, gate, up, MOE_OAI_ALPHA, MOE_OAI_LIMIT);
+    }
+    return nullptr;
+}
+
 moe_device_lane::moe_device_lane(ggml_backend_dev_t dev, int max_tokens) : dev(dev), max_tokens(max_tokens) {}
 
 bool moe_device_lane::init(std::string & error) {
@@ -124,15 +134,7 @@ std::unique_ptr<moe_device_graph> moe_device_lane::build(
         }
     }
 
-    ggml_tensor * h = nullptr;
-    switch (block.act) {
-        case MOE_ACT_SWIGLU:     h = ggml_swiglu_split(ctx, gate, up); break;
-        case MOE_ACT_GEGLU:      h = ggml_geglu_split (ctx, gate, up); break;
-        case MOE_ACT_REGLU:      h = ggml_reglu_split (ctx, gate, up); break;
-        case MOE_ACT_SWIGLU_OAI: h = ggml_swiglu_oai  (ctx, gate, up, MOE_OAI_ALPHA, MOE_OAI_LIMIT); break;
-    }
-
-    ggml_tensor * y = ggml_mul_mat_id(ctx, slots[MOE_DOWN], h, ids);
+    ggml_tensor * y = ggml_mul_mat_id(ctx, slots[MOE_DOWN], moe_activation_op(ctx, block.act, gate, up), ids);
     if (slots[MOE_DOWN_B]) {
         y = ggml_add_id(ctx, y, slots[MOE_DOWN_B], ids);
     }

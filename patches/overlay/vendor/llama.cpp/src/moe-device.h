@@ -88,5 +88,8 @@ private:
     char * stage_out = nullptr;
 };
 
+// act(gate)*up as ggml's operation
+ggml_tensor * moe_activation_op(ggml_context * ctx, moe_activation act, ggml_tensor * gate, ggml_tensor * up);
+
 // a second CPU backend instance computes with one thread: it runs inside one of the graph's own threads
 void moe_set_one_thread(ggml_backend_t backend);

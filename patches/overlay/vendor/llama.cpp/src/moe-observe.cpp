@@ -62,20 +62,27 @@ size_t moe_router_log::device_offset(const device_log & d, int row, int n_tokens
 // graph
 //
 
-// src may be a strided view (top-k is one)
-ggml_tensor * moe_router_log::copy(ggml_context * ctx, int row, ggml_tensor * src, ggml_tensor * log, int n_tokens) {
+ggml_tensor * moe_router_log::view(ggml_context * ctx, int row, ggml_tensor * log, int64_t k, int64_t n, int n_tokens) {
     const size_t offset = device_offset(log_of(row), row, n_tokens)*ggml_element_size(log);
-    ggml_tensor * dst = ggml_view_2d(ctx, log, src->ne[0], src->ne[1], n_used*ggml_element_size(log), offset);
-    return ggml_cpy(ctx, src, dst);
+    return ggml_view_2d(ctx, log, k, n, n_used*ggml_element_size(log), offset);
 }
 
+ggml_tensor * moe_router_log::view_ids(ggml_context * ctx, int row, int k, int n, int n_tokens) {
+    return view(ctx, row, log_of(row).ids, k, n, n_tokens);
+}
+
+ggml_tensor * moe_router_log::view_weights(ggml_context * ctx, int row, int k, int n, int n_tokens) {
+    return view(ctx, row, log_of(row).weights, k, n, n_tokens);
+}
+
+// src may be a strided view (top-k is one)
 ggml_tensor * moe_router_log::copy_ids(ggml_context * ctx, int row, ggml_tensor * ids, int n_tokens) {
-    return copy(ctx, row, ids, log_of(row).ids, n_tokens);
+    return ggml_cpy(ctx, ids, view(ctx, row, log_of(row).ids, ids->ne[0], ids->ne[1], n_tokens));
 }
 
 ggml_tensor * moe_router_log::copy_weights(ggml_context * ctx, int row, ggml_tensor * weights, int n_tokens) { // [1, n_used, n]
     ggml_tensor * w = ggml_view_2d(ctx, weights, weights->ne[1], weights->ne[2], weights->nb[2], 0);
-    return copy(ctx, row, w, log_of(row).weights, n_tokens);
+    return ggml_cpy(ctx, w, view(ctx, row, log_of(row).weights, w->ne[0], w->ne[1], n_tokens));
 }
 
 //
@@ -113,7 +120,7 @@ float * moe_router_log::weights(int row) {
     return full ? nullptr : host_weights + segments.back().first + (size_t) row*segments.back().n_tokens*n_used;
 }
 
-void moe_router_log::end_ubatch(const std::vector<bool> & upstream, const std::vector<bool> & cropped, int n_outputs,
+void moe_router_log::end_ubatch(const std::vector<bool> & on_device, const std::vector<bool> & cropped, int n_outputs,
         const std::vector<ggml_backend_t> & backends, bool weights_too) {
     if (full || segments.empty()) {
         return;
@@ -132,7 +139,7 @@ void moe_router_log::end_ubatch(const std::vector<bool> & upstream, const std::v
         // runs of rows that lie next to each other on both sides; a cropped row ends its run, or stale entries would follow it
         for (size_t i = 0; i < d.rows.size(); ) {
             size_t j = i;
-            while (j < d.rows.size() && upstream[d.rows[j]] && d.rows[j] == d.rows[i] + (int) (j - i) && (j == i || !cropped[d.rows[j - 1]])) {
+            while (j < d.rows.size() && on_device[d.rows[j]] && d.rows[j] == d.rows[i] + (int) (j - i) && (j == i || !cropped[d.rows[j - 1]])) {
                 j++;
             }
             if (j == i) {

@@ -2,7 +2,8 @@
 
 // What the routers chose in the last decode: a log of ids (and weights, if somebody listens), and the counts that follow from it.
 //
-// A hybrid layer writes its part of the log itself. A layer on upstream's path copies its ids inside the graph into a buffer
+// A layer in the portable execution writes its part of the log itself, one in the in-stream execution writes into the log of its
+// device. A layer on upstream's path copies its ids inside the graph into a buffer
 // of its device, and one asynchronous copy per device and ubatch brings them to the host: no split, no wait, and the copy is one
 // more reader of the ids after the weights, so that upstream's fused top-k stays fused.
 
@@ -21,8 +22,8 @@ struct moe_router_log {
     // per decode, per ubatch
     void begin_decode();
     void begin_ubatch(int n_tokens, const int8_t * has_output); // has_output[n_tokens]: the token's logits are wanted; may be null
-    // fetches what the rows in `upstream` have written on their devices; `cropped` rows have n_outputs entries, not n_tokens
-    void end_ubatch(const std::vector<bool> & upstream, const std::vector<bool> & cropped, int n_outputs,
+    // fetches what the rows in `on_device` have written on their devices; `cropped` rows have n_outputs entries, not n_tokens
+    void end_ubatch(const std::vector<bool> & on_device, const std::vector<bool> & cropped, int n_outputs,
                     const std::vector<ggml_backend_t> & backends, bool weights);
 
     // the current ubatch's entries of a row, [n_tokens][n_used] with stride n_used; null if the log is full
@@ -33,6 +34,9 @@ struct moe_router_log {
     // the graph node that copies a row's ids (or weights) into the device's log; n_tokens: of the ubatch
     ggml_tensor * copy_ids    (ggml_context * ctx, int row, ggml_tensor * ids, int n_tokens);
     ggml_tensor * copy_weights(ggml_context * ctx, int row, ggml_tensor * weights, int n_tokens);
+    // the same place in the device's log, [k, n], for an operation that writes there itself
+    ggml_tensor * view_ids    (ggml_context * ctx, int row, int k, int n, int n_tokens);
+    ggml_tensor * view_weights(ggml_context * ctx, int row, int k, int n, int n_tokens);
 
     // counts and callbacks of all ubatches that came since the last fold; the decode must have been synchronised
     void fold(const std::vector<int> & n_used_of_row, const std::vector<bool> & cropped, llama_moe_router_callback callback, void * user_data);
@@ -64,7 +68,7 @@ private:
 
     size_t device_offset(const device_log & d, int row, int n_tokens) const; // entries
     device_log & log_of(int row);
-    ggml_tensor * copy(ggml_context * ctx, int row, ggml_tensor * src, ggml_tensor * log, int n_tokens);
+    ggml_tensor * view(ggml_context * ctx, int row, ggml_tensor * log, int64_t k, int64_t n, int n_tokens);
 
     std::vector<device_log> logs;
     std::vector<int>        log_of_row;

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <stdexcept>
 
 moe_type_traits_t moe_cpu_type_traits() {
@@ -21,6 +22,7 @@ llama_moe_state::llama_moe_state(llama_context & ctx, const llama_moe_params & p
 
 llama_moe_state::~llama_moe_state() {
     residency.reset(); // its thread may be writing into slots
+    stream.reset();    // so may the pool's into buffers
     graphs.restore();
 }
 
@@ -31,6 +33,13 @@ void llama_moe_state_deleter::operator()(llama_moe_state * state) const {
 void llama_moe_state::new_epoch() {
     static std::atomic<uint64_t> next{1};
     epoch = next++;
+}
+
+// all graphs that there are hold what is no longer so
+void llama_moe_state::changed_graphs() {
+    new_epoch();
+    graphs.clear();
+    ctx.sched_need_reserve = true;
 }
 
 void llama_moe_state::fail(const std::string & what) {
@@ -226,9 +235,6 @@ int32_t llama_moe_state::attach(std::string & error) {
             cold->choose_kernels(b);
             cold->reserve(b, params.max_batch_tokens);
             l.kernels = std::string(b.gate_kernel.name) + ", " + b.down_kernel.name;
-            if (!device->reserve(b, x_cols, error)) {
-                return LLAMA_MOE_NO_DEVICE_MEMORY;
-            }
             l.slots.slot_of.assign(b.n_expert, -1);
         } else {
             LLAMA_LOG_WARN("moe: layer %d takes llama.cpp's own path: %s\n", b.il, b.fallback.c_str());
@@ -249,10 +255,110 @@ int32_t llama_moe_state::attach(std::string & error) {
     if (!residency->init(error)) {
         return LLAMA_MOE_NO_DEVICE;
     }
+    const int32_t status = set_execution(params.execution, error);
+    if (status != LLAMA_MOE_OK) {
+        return status;
+    }
     new_epoch();
     ctx.sched_need_reserve = true;
     ctx.sched_reserve();
     return LLAMA_MOE_OK;
+}
+
+//
+// which execution
+//
+
+// The portable execution takes device memory: not before a layer needs it.
+bool llama_moe_state::reserve_lane(std::string & error) {
+    for (auto & l : layers) {
+        const int x_cols = l->block.n_embd + (l->packed ? 2*l->block.n_used : 0);
+        if (!lane_ready && l->block.hybrid() && !device->reserve(l->block, x_cols, error)) {
+            return false;
+        }
+    }
+    lane_ready = true;
+    return true;
+}
+
+int32_t llama_moe_state::set_execution(int32_t execution, std::string & error) {
+    const bool cpu  = ggml_backend_dev_type(device->dev) == GGML_BACKEND_DEVICE_TYPE_CPU;
+    const bool want = execution == LLAMA_MOE_IN_STREAM || (execution == LLAMA_MOE_AUTO && !cpu);
+    if (want && !stream) {
+        auto s = std::make_unique<moe_stream>(*this, device->dev);
+        int n = 0;
+        int n_hybrid = 0;
+        for (auto & l : layers) {
+            l->stream_reason.clear();
+            n_hybrid += l->block.hybrid();
+            if (l->block.hybrid() && s->supports(*l, ctx.model.dev_layer(std::max(l->block.il, 0)), l->stream_reason)) {
+                n++;
+            } else if (l->block.hybrid()) {
+                LLAMA_LOG_INFO("moe: layer %d is not computed in-stream: %s\n", l->block.il, l->stream_reason.c_str());
+            }
+        }
+        if (n > 0 && !s->init(error)) {
+            return LLAMA_MOE_NO_DEVICE_MEMORY;
+        }
+        if (n > 0) {
+            stream = std::move(s);
+        } else if (execution == LLAMA_MOE_IN_STREAM && n_hybrid > 0) {
+            const auto first = std::find_if(layers.begin(), layers.end(), [](const auto & l) { return l->block.hybrid(); });
+            error = "no layer can be computed in-stream: " + (*first)->stream_reason;
+            return LLAMA_MOE_UNSUPPORTED;
+        }
+    }
+    if (!want) {
+        for (auto & l : layers) {
+            l->stream_reason = execution == LLAMA_MOE_PORTABLE ? "the portable execution was asked for" : "the CPU only emulates it";
+        }
+        stream.reset();
+    }
+    bool lane = params.max_batch_tokens > moe_stream::MAX_TOKENS;
+    for (auto & l : layers) {
+        lane = lane || (l->block.hybrid() && (!stream || !l->stream_reason.empty()));
+    }
+    if (lane && !reserve_lane(error)) {
+        return LLAMA_MOE_NO_DEVICE_MEMORY;
+    }
+    params.execution = execution;
+    stream_on = stream != nullptr;
+    changed_graphs();
+    return LLAMA_MOE_OK;
+}
+
+// from one decode to the next, when the pool has failed or is there again
+bool llama_moe_state::use_stream(bool on) {
+    if (on == stream_on) {
+        return true;
+    }
+    std::string error;
+    if (!on && !reserve_lane(error)) {
+        device_failed = true; // all experts are computed on the CPU
+        LLAMA_LOG_ERROR("moe: %s\n", error.c_str());
+    }
+    LLAMA_LOG_WARN("moe: %s\n", on ? "the pool's threads are back: layers are computed in-stream again"
+                                   : "a thread of the pool hangs: until it comes back, layers take the portable execution");
+    stream_on = on;
+    changed_graphs();
+    return true;
+}
+
+ggml_backend_t llama_moe_state::backend_of(ggml_backend_dev_t dev) const {
+    for (ggml_backend_t b : ctx.backend_ptrs) {
+        if (ggml_backend_get_device(b) == dev) {
+            return b;
+        }
+    }
+    return ctx.backend_cpu;
+}
+
+int llama_moe_state::n_threads_for(int n_tokens) const {
+    return n_tokens > 1 ? ctx.cparams.n_threads_batch : ctx.cparams.n_threads;
+}
+
+bool llama_moe_state::is_second_block(const moe_block & block) const {
+    return block.row >= (int) ctx.model.hparams.n_layer_all;
 }
 
 //
@@ -262,6 +368,9 @@ int32_t llama_moe_state::attach(std::string & error) {
 void llama_moe_state::begin_decode() {
     if (in_flight) {
         llama_synchronize(&ctx); // nobody waited for the last decode: its ids may still be on their way into the log
+    }
+    if (stream) {
+        use_stream(stream->ready());
     }
     graphs.restore(); // memory updates work on the context's own graph
     log.begin_decode();
@@ -276,19 +385,61 @@ void llama_moe_state::begin_ubatch(const llama_ubatch & ubatch) {
         graphs.select((int) ubatch.n_tokens);
     }
     log.begin_ubatch((int) ubatch.n_tokens, ubatch.output);
+
+    bool in_stream = false;
+    for (const auto & l : layers) {
+        in_stream = in_stream || runs_in_stream(*l, (int) ubatch.n_tokens);
+    }
+    if (in_stream && !ctx.cparams.warmup) {
+        stream->begin_ubatch((int) ubatch.n_tokens);
+        if (cpu_idles((int) ubatch.n_tokens)) { // ggml's CPU threads would spin on the pool's cores after their few microseconds of work
+            n_threads       = ctx.cparams.n_threads;
+            n_threads_batch = ctx.cparams.n_threads_batch;
+            ctx.cparams.n_threads = ctx.cparams.n_threads_batch = 1;
+            threads_set = true;
+        }
+    }
+}
+
+// is all that the CPU has to do in the graph of this width the lookup of the tokens' embeddings?
+bool llama_moe_state::cpu_idles(int n_tokens) const {
+    for (int il = 0; il < (int) ctx.model.hparams.n_layer_all; il++) {
+        ggml_backend_dev_t dev = ctx.model.dev_layer(il);
+        if (!dev || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+            return false;
+        }
+    }
+    for (const auto & l : layers) {
+        const ggml_tensor * down = l->block.host[MOE_DOWN];
+        if (!runs_in_stream(*l, n_tokens) && down && down->buffer && ggml_backend_buffer_is_host(down->buffer)) {
+            return false;
+        }
+    }
+    return true;
 }
 
 bool llama_moe_state::end_ubatch() {
     n_reused += ctx.n_reused - reused_before; // not the counter itself: llama_perf_context_reset zeroes it
+    if (threads_set) {
+        ctx.cparams.n_threads       = n_threads;
+        ctx.cparams.n_threads_batch = n_threads_batch;
+        threads_set = false;
+    }
     const int n_tokens = log.n_tokens();
-    std::vector<bool> upstream(rows.size(), false);
+    std::vector<bool> on_device(rows.size(), false);
     for (size_t row = 0; row < rows.size(); row++) {
-        upstream[row] = rows[row] && !runs_hybrid(*rows[row], n_tokens);
+        on_device[row] = rows[row] && (!runs_hybrid(*rows[row], n_tokens) || runs_in_stream(*rows[row], n_tokens));
     }
     if (!ctx.cparams.warmup) { // warm-up graphs have no hook
-        log.end_ubatch(upstream, cropped_rows(), ctx.n_outputs, ctx.backend_ptrs, callback != nullptr);
+        log.end_ubatch(on_device, cropped_rows(), ctx.n_outputs, ctx.backend_ptrs, callback != nullptr);
     }
     return failure.empty();
+}
+
+void llama_moe_state::before_synchronize() {
+    if (in_flight && stream_on) {
+        stream->sleep_through();
+    }
 }
 
 void llama_moe_state::on_synchronize() {
@@ -296,11 +447,71 @@ void llama_moe_state::on_synchronize() {
         return;
     }
     in_flight = false;
+    if (stream && !stream->end_decode(failure)) {
+        fail(failure);
+        poison_outputs();
+    }
+    if (stream_on) {
+        count_pairs();
+    }
     std::vector<int> n_used(rows.size(), 0);
     for (size_t row = 0; row < rows.size(); row++) {
         n_used[row] = rows[row] ? rows[row]->block.n_used : 0;
     }
     log.fold(n_used, cropped_rows(), callback, callback_data);
+}
+
+// nobody shall take what a failed decode has left for logits
+void llama_moe_state::poison_outputs() {
+    if (ctx.logits.data) {
+        std::fill(ctx.logits.data, ctx.logits.data + std::min(ctx.logits.size, (size_t) ctx.n_outputs*ctx.model.vocab.n_tokens()), NAN);
+    }
+    if (ctx.embd.data) {
+        std::fill(ctx.embd.data, ctx.embd.data + ctx.embd.size, NAN);
+    }
+}
+
+// perf of the layers that ran in-stream: pairs from the log, times from the device's clock (of the last ubatch)
+void llama_moe_state::count_pairs() {
+    std::vector<bool> seen(log.n_expert);
+    for (moe_layer * l : rows) {
+        if (!l || !l->block.hybrid() || !l->stream_reason.empty()) {
+            continue;
+        }
+        const int row = l->block.row;
+        for (int u = 0; ; u++) {
+            int n_tokens = 0;
+            const int32_t * ids = log.choices(u, n_tokens);
+            if (!ids) {
+                break;
+            }
+            if (!runs_in_stream(*l, n_tokens)) {
+                continue;
+            }
+            ids += (size_t) row*n_tokens*log.n_used;
+            llama_moe_perf_data & perf = l->perf;
+            std::fill(seen.begin(), seen.end(), false);
+            perf.n_calls += ids[0] >= 0; // else it was a warm-up, or nobody asked for an output of a cropped layer
+            for (int t = 0; t < n_tokens; t++) {
+                perf.n_tokens += ids[t*log.n_used] >= 0;
+                for (int k = 0; k < l->block.n_used; k++) {
+                    const int32_t e = ids[t*log.n_used + k];
+                    if (e < 0 || e >= l->block.n_expert) {
+                        continue;
+                    }
+                    const bool hot = l->slots.slot_of[e] >= 0;
+                    (hot ? perf.n_hot_pairs : perf.n_cold_pairs)++;
+                    if (!seen[e]) {
+                        seen[e] = true;
+                        (hot ? perf.n_hot_experts : perf.n_cold_experts)++;
+                    }
+                }
+            }
+        }
+        if (params.perf) {
+            stream->add_times(*l);
+        }
+    }
 }
 
 std::vector<bool> llama_moe_state::cropped_rows() const {
@@ -317,6 +528,10 @@ std::vector<bool> llama_moe_state::cropped_rows() const {
 
 bool llama_moe_state::runs_hybrid(const moe_layer & l, int n_tokens) const {
     return l.block.hybrid() && !l.lora && n_tokens <= params.max_batch_tokens;
+}
+
+bool llama_moe_state::runs_in_stream(const moe_layer & l, int n_tokens) const {
+    return stream_on && l.stream_reason.empty() && runs_hybrid(l, n_tokens) && n_tokens <= moe_stream::MAX_TOKENS;
 }
 
 static bool has_lora(const llm_graph_context & g, const llama_moe_ffn & f) {
@@ -378,6 +593,9 @@ ggml_tensor * llama_moe_state::build(const llm_graph_context & g, const llama_mo
         }
     }
     // by the width of the ubatch, not of a cropped layer: end_ubatch must come to the same answer
+    if (runs_in_stream(l, (int) g.n_tokens)) {
+        return stream->build(g, l, f);
+    }
     if (runs_hybrid(l, (int) g.n_tokens)) {
         return build_op(g, l, f);
     }
@@ -414,7 +632,8 @@ int32_t llama_moe_state::set_slots(const int32_t * n_slots, std::string & error)
         }
     }
     // what shrinks gives its memory first
-    int32_t status = LLAMA_MOE_OK;
+    int32_t status  = LLAMA_MOE_OK;
+    bool    changed = false;
     for (bool shrink : { true, false }) {
         for (size_t row = 0; row < rows.size(); row++) {
             moe_layer * l = rows[row];
@@ -425,23 +644,26 @@ int32_t llama_moe_state::set_slots(const int32_t * n_slots, std::string & error)
             if (!residency->resize(l->block, l->slots, n_slots[row], error)) {
                 status = LLAMA_MOE_NO_DEVICE_MEMORY;
             }
+            changed = true;
         }
+    }
+    if (changed && stream) { // so do the graphs of the context
+        stream->map_changed();
+        changed_graphs();
     }
     return status;
 }
 
 void llama_moe_state::set_callback(llama_moe_router_callback cb, void * user_data) {
     if ((cb != nullptr) != (callback != nullptr)) {
-        new_epoch(); // weights are copied only for a callback: graphs change
-        graphs.clear();
-        ctx.sched_need_reserve = true;
+        changed_graphs(); // weights are copied only for a callback
     }
     callback      = cb;
     callback_data = user_data;
 }
 
 int64_t llama_moe_state::device_bytes() const {
-    int64_t n = (int64_t) (device->device_bytes() + graphs.device_bytes(device->dev));
+    int64_t n = (int64_t) (device->device_bytes() + graphs.device_bytes(device->dev) + (stream ? stream->device_bytes() : 0));
     for (const auto & l : layers) {
         n += l->slots.buf ? (int64_t) ggml_backend_buffer_get_size(l->slots.buf.get()) : 0;
     }

@@ -9,6 +9,7 @@
 #include "moe-graphs.h"
 #include "moe-observe.h"
 #include "moe-residency.h"
+#include "moe-stream.h"
 
 #include <memory>
 #include <string>
@@ -45,6 +46,7 @@ struct moe_layer {
     bool        cropped    = false; // the model computes this block for tokens with an output only (most models' last layer)
     std::string kernels;
     std::string fallback_now;       // block.fallback, or the LoRA sentence
+    std::string stream_reason;      // why the layer cannot run in-stream; empty: it can
 };
 
 struct llama_moe_state {
@@ -52,14 +54,21 @@ struct llama_moe_state {
     ~llama_moe_state();
 
     int32_t attach(std::string & error); // llama_moe_status
+    int32_t set_execution(int32_t execution, std::string & error);
 
     // hooks of llama_context
     void begin_decode();
     void begin_ubatch(const llama_ubatch & ubatch);
-    bool end_ubatch();       // false: a lane failed, `failure` says how
+    bool end_ubatch();       // false: the portable execution failed, `failure` says how
+    void before_synchronize();
     void on_synchronize();
     void fail(const std::string & what); // from inside a decode: it ends with an error
     void drop_graphs() { graphs.clear(); }
+
+    // what the executions ask about the context
+    ggml_backend_t backend_of(ggml_backend_dev_t dev) const; // the context's own instance
+    int  n_threads_for(int n_tokens) const;
+    bool is_second_block(const moe_block & block) const;     // of its layer
 
     // hook of build_moe_ffn; null: take upstream's path
     ggml_tensor * build(const llm_graph_context & g, const llama_moe_ffn & f);
@@ -79,7 +88,7 @@ struct llama_moe_state {
     bool discovering   = false;
     bool in_flight     = false;
     bool device_failed = false;
-    std::string failure;
+    std::string failure;             // of the last decode; "": none
 
     std::vector<std::unique_ptr<moe_layer>>         layers; // in the order in which the model builds them
     std::vector<moe_layer *>                        rows;   // null: empty row
@@ -102,14 +111,28 @@ struct llama_moe_state {
     std::vector<int32_t> count_of, next_of; // per expert, scratch
     const float * hot_sum = nullptr;
 
+    std::unique_ptr<moe_stream> stream; // null: no layer can run in-stream
+    bool stream_on  = false;            // layers that can, do
+    bool lane_ready = false;            // the portable execution has its buffers
+
     std::unique_ptr<moe_residency> residency; // last: its thread ends before the slots go
 
 private:
     void discover(const llm_graph_context & g, const llama_moe_ffn & f);
     bool runs_hybrid(const moe_layer & l, int n_tokens) const;
+    bool runs_in_stream(const moe_layer & l, int n_tokens) const;
+    bool cpu_idles(int n_tokens) const;
+    bool use_stream(bool on);
+    bool reserve_lane(std::string & error);
+    void count_pairs();
+    void poison_outputs();
     std::vector<bool> cropped_rows() const;
     ggml_tensor * build_op(const llm_graph_context & g, moe_layer & l, const llama_moe_ffn & f);
     void new_epoch();
+    void changed_graphs();
+
+    int32_t n_threads = 0, n_threads_batch = 0; // the context's, while a decode in-stream has them at 1
+    bool    threads_set = false;
 };
 
 // the CPU op of a hybrid layer (ggml_custom_op_t); user_data: moe_layer

@@ -1,0 +1,1 @@
+"""The comparison with llama.cpp: one command, alternating runs, the same VRAM bytes, outputs compared."""

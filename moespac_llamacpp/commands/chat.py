@@ -1,0 +1,143 @@
+"""moespac chat: a conversation in the terminal, or line by line in a script."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from json import dumps
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from moespac_llamacpp.chat import Chat, ContextFullError
+from moespac_llamacpp.commands.options import LoadOptions, SamplingOptions, TemplateOptions, takes
+from moespac_llamacpp.commands.session import session, tell
+
+
+class Interrupts:
+    """Ctrl-C while an answer comes stops the answer, between two tokens; a second one, or one at other times, interrupts."""
+
+    def __init__(self) -> None:
+        self.answering = self.pressed = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.answering or self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        before = signal.signal(signal.SIGINT, self._handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    @contextmanager
+    def answer(self) -> Iterator[None]:
+        self.answering, self.pressed = True, False
+        try:
+            yield
+        finally:
+            self.answering = False
+
+
+def read_line() -> str | None:
+    """The next line of stdin, with line editing in a terminal; None at its end."""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401 (input() uses it)
+        try:
+            return input("> ")
+        except EOFError:
+            typer.echo()
+            return None
+    line = sys.stdin.readline()
+    return line.rstrip("\r\n") if line else None
+
+
+def answer(
+    chat: Chat, interrupts: Interrupts, line: str, max_tokens: int | None, stop: Sequence[str], json: bool
+) -> bool:
+    """Prints the answer to a line, and its status; False if there was no room for one."""
+    said = b""
+    try:
+        with interrupts.answer(), closing(chat.say(line, max_tokens, stop)) as pieces:
+            for piece in pieces:
+                said += piece
+                if not json:
+                    sys.stdout.buffer.write(piece)
+                    sys.stdout.buffer.flush()
+                if interrupts.pressed:
+                    break
+    except ContextFullError as error:
+        if json:
+            typer.echo(dumps({"error": str(error)}))
+        typer.echo(f"moespac: {error} (/clear, or -c)", err=True)
+        return False
+    finally:
+        if said and not json:
+            typer.echo()
+    tell(chat.decoder.report.notices)
+    if json:
+        typer.echo(dumps({"text": said.decode("utf-8", "replace"), **chat.last.record()}))
+        return True
+    if chat.last.finish_reason == "interrupted":
+        typer.echo("moespac: the answer was stopped", err=True)
+    elif chat.full:
+        n_ctx = chat.decoder.context.n_ctx
+        typer.echo(f"moespac: the context of {n_ctx} tokens is full: the answer ends here (/clear, or -c)", err=True)
+    elif chat.last.finish_reason == "length":
+        typer.echo(f"moespac: the answer ends after {chat.last.n_generated} tokens, as -n says", err=True)
+    typer.echo(f"[{chat.last.status()}]", err=True)
+    return True
+
+
+@takes(LoadOptions, SamplingOptions, TemplateOptions)
+def chat_command(
+    load: LoadOptions,
+    sampling: SamplingOptions,
+    template: TemplateOptions,
+    name: Annotated[str | None, typer.Argument(help="A name of `moespac models`, instead of -m.")] = None,
+    system_prompt: Annotated[
+        str | None, typer.Option("--system-prompt", "-sys", help="What the model is told before the first message.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", "-n", min=1, help="Tokens per answer at most (default: no limit).")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="A line of JSON for each answer, instead of its text.")] = False,
+) -> None:
+    """Talk with a model: a line is a message; Ctrl-C stops an answer, /clear forgets, /exit or the end of input ends."""
+    all_answered = True
+    if name:
+        load = replace(load, model=Path(name))
+    with session(load, sampling) as decoder:
+        chat = Chat(decoder, system_prompt, template.values())
+        interrupts = Interrupts()
+        if sys.stdin.isatty():
+            typer.echo(
+                f"{decoder.context.model.describe()}; /exit ends, /clear forgets, Ctrl-C stops an answer", err=True
+            )
+        with interrupts.caught():
+            while True:
+                try:
+                    line = read_line()
+                    if line is None or line.strip() == "/exit":
+                        break
+                    if line.strip() == "/clear":
+                        chat.clear()
+                        typer.echo("moespac: forgotten", err=True)
+                    elif line.strip():
+                        all_answered &= answer(chat, interrupts, line, max_tokens, sampling.stop or (), json)
+                except KeyboardInterrupt:
+                    typer.echo("\nmoespac: /exit or Ctrl-D ends", err=True)
+        total = chat.total
+        answers = "1 answer" if total.n_turns == 1 else f"{total.n_turns} answers"
+        typer.echo(f"{answers}: {total.status()}, {total.n_load_bytes / 2**20:.1f} MiB uploaded", err=True)
+    if not all_answered and not sys.stdin.isatty():
+        raise typer.Exit(1)

@@ -1,0 +1,229 @@
+"""From options to a decoder that generates: device, models, contexts, slots, policy, drafter, opened in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moespac_llamacpp import native
+from moespac_llamacpp.commands.engine import EngineOptions, open_residency
+from moespac_llamacpp.decoder import Decoder
+from moespac_llamacpp.draft import Drafter, GgufDraft, NgramDraft, NoDraft
+from moespac_llamacpp.memory import parse_bytes
+from moespac_llamacpp.models import Context, Model
+from moespac_llamacpp.options import context_fields, tensor_overrides
+from moespac_llamacpp.plan import Plan, Wishes
+from moespac_llamacpp.planner import Pair, plan_pair
+from moespac_llamacpp.policies import NAMES as POLICIES
+from moespac_llamacpp.sampling import Sampling
+from moespac_llamacpp.telemetry import Telemetry
+
+DATA = Path(__file__).parent / "data"
+TINY_MODEL = DATA / "tiny-moe-Q4_K_M.gguf"
+TINY_DRAFT = DATA / "tiny-draft-Q8_0.gguf"
+
+#: Shows how far something long has come: called with a label, gives a context and in it a function of 0 … 1.
+Progress = Callable[[str], AbstractContextManager[Callable[[float], None]]]
+
+
+@contextmanager
+def silent(label: str) -> Iterator[Callable[[float], None]]:
+    yield lambda fraction: None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is loaded, and where. Names and defaults are those of llama.cpp where it has them."""
+
+    model: Path = TINY_MODEL
+    draft_model: Path | None = None
+    draft: str | None = None  # "model", "ngram" or "none"; None: the draft model if there is one
+    draft_max: int = 8
+    draft_fixed: bool = False
+    n_ctx: int = 0  # 0: as trained, or less where that would take the slots' room
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_threads: int | None = None  # None: all cores
+    n_threads_batch: int | None = None  # for more than one token at a time; None: n_threads
+    n_gpu_layers: int = -1  # layers whose tensors, without the experts, go to the GPU; -1: all
+    n_gpu_layers_draft: int = -1
+    device: str | None = None  # of the slots; None: the first GPU, else the CPU once more
+    cache_share: float | None = None  # of each layer's experts with a slot
+    expert_budget: str | int | None = None  # bytes for slots, such as "8G"; instead of cache_share
+    vram: str | int | None = (
+        None  # bytes for everything on the device, instead of both; None: what is free, but a reserve
+    )
+    policy: str = "moe-spac"
+    frequency: bool = True  # this and the next two: switches of the policy (policies.make, Residency)
+    balancer: bool = True
+    sync_moves: bool = False
+    hot_set: bool = False  # start with the experts that the last run left, and leave them for the next one
+    flash_attn: str | None = None  # on, off, auto
+    cache_type_k: str | None = None
+    cache_type_v: str | None = None
+    override_tensor: tuple[str, ...] = ()  # "<pattern>=<buffer type>"
+    context_shift: bool = False
+    n_keep: int = 0
+    telemetry: Path | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    grammar: str | None = None
+
+
+def find_device(name: str | None) -> native.Device:
+    """ValueError: there is no such device."""
+    if name is None:
+        return native.default_device()
+    devices = native.devices()
+    for device in devices:
+        if device.name.lower() == name.lower():
+            return device
+    raise ValueError(f"there is no device {name!r}; there are {', '.join(d.name for d in devices)}")
+
+
+def open_decoder(
+    options: Options, device: native.Device, stack: ExitStack, progress: Progress = silent
+) -> tuple[Decoder, list[str]]:
+    """(a decoder, sentences for the user). All sizes are those of the memory plan. Everything is closed with the stack.
+
+    LoadError, MoeError, TelemetryError, ValueError: the text is the sentence for the user."""
+    if options.policy not in POLICIES:
+        raise ValueError(f"there is no policy {options.policy!r}; there are {', '.join(POLICIES)}")
+    telemetry = stack.enter_context(Telemetry(options.telemetry)) if options.telemetry else None
+    overrides = tensor_overrides(options.override_tensor)
+    fields = context_fields(options.flash_attn, options.cache_type_k, options.cache_type_v)
+    kind = draft_kind(options)
+    plan = _plan(options, kind, device, fields, overrides)
+    with progress(f"loading {options.model.name}") as report:
+        target = Model(
+            options.model,
+            experts_device=device,
+            n_gpu_layers=options.n_gpu_layers,
+            overrides=overrides,
+            progress=report,
+        )
+    stack.enter_context(target)
+    if kind != "none" and target.is_recurrent:
+        fields["n_rs_seq"] = options.draft_max  # so many tokens can be taken back, where the architecture can at all
+    context = stack.enter_context(_context(options, target, plan, device, fields))
+    notices = list(plan.notes)
+    if kind != "none" and not context.can_roll_back:
+        notices.append(
+            f"{target.path}: its recurrent state cannot roll back rejected drafts: it generates without a draft"
+        )
+        kind = "none"
+    drafter = _open_drafter(options, kind, context, device, stack, progress)
+    assert context.experts is not None
+    context.experts.set_slots(plan.slots)
+    placement = EngineOptions(options.policy, options.frequency, options.balancer, options.sync_moves, options.hot_set)
+    residency = stack.enter_context(open_residency(context, placement, progress))
+    decoder = Decoder(
+        context,
+        residency,
+        drafter=drafter,
+        draft_max=options.draft_max,
+        draft_fixed=options.draft_fixed,
+        sampling=options.sampling,
+        grammar=options.grammar,
+        context_shift=options.context_shift,
+        n_keep=options.n_keep,
+        telemetry=telemetry,
+    )
+    stack.callback(decoder.close)
+    return decoder, [*notices, *warnings(context.experts, device)]
+
+
+def _plan(
+    options: Options,
+    kind: str,
+    device: native.Device,
+    fields: dict[str, Any],
+    overrides: Sequence[tuple[str, int]],
+) -> Plan:
+    pair = Pair(
+        options.model,
+        draft_path(options) if kind == "model" else None,
+        options.n_gpu_layers_draft,
+        options.n_ctx,
+        options.draft_max if kind != "none" else 0,
+        gpu_layers=options.n_gpu_layers,
+        n_batch=options.n_batch,
+        n_ubatch=options.n_ubatch,
+        overrides=overrides,
+        context=fields,
+    )
+    wishes = Wishes(size_of(options.vram), size_of(options.expert_budget), options.cache_share)
+    return plan_pair(pair, device, wishes)
+
+
+def size_of(size: str | int | None) -> int | None:
+    """ValueError: not a size."""
+    return parse_bytes(size) if isinstance(size, str) else size
+
+
+def _context(options: Options, target: Model, plan: Plan, device: native.Device, fields: dict[str, Any]) -> Context:
+    if options.n_threads_batch:
+        fields["n_threads_batch"] = options.n_threads_batch
+    return Context(
+        target,
+        n_ctx=plan.target.n_ctx,
+        n_batch=options.n_batch,
+        n_ubatch=options.n_ubatch,
+        n_threads=options.n_threads,
+        device=device,
+        perf=True,
+        params=fields,
+    )
+
+
+def draft_kind(options: Options) -> str:
+    """ "model", "ngram" or "none". ValueError: something else, or a draft model is wanted and not named."""
+    if options.draft not in (None, "model", "ngram", "none"):
+        raise ValueError(f"the draft is model, ngram or none, not {options.draft!r}")
+    kind = options.draft or ("model" if draft_path(options) else "none")
+    if kind == "model" and draft_path(options) is None:
+        raise ValueError("--draft model needs a draft model: give one with -md")
+    return kind
+
+
+def draft_path(options: Options) -> Path | None:
+    """The bundled target brings its draft along."""
+    if options.draft_model is None and options.draft != "ngram" and options.model == TINY_MODEL:
+        return TINY_DRAFT
+    return options.draft_model
+
+
+def _open_drafter(
+    options: Options, kind: str, context: Context, device: native.Device, stack: ExitStack, progress: Progress
+) -> Drafter:
+    if kind == "ngram":
+        return NgramDraft()
+    if kind == "none":
+        return NoDraft()
+    path = draft_path(options)
+    assert path is not None
+    with progress(f"loading {path.name}") as report:
+        draft = Model(path, experts_device=device, n_gpu_layers=options.n_gpu_layers_draft, progress=report)
+    stack.enter_context(draft)
+    n_ctx = min(context.n_ctx, draft.n_ctx_train) if draft.n_ctx_train else context.n_ctx
+    fields = {"n_rs_seq": options.draft_max} if draft.is_recurrent else {}
+    own = Context(draft, n_ctx=n_ctx, n_threads=context.n_threads, attach=False, params=fields)
+    stack.enter_context(own)
+    return GgufDraft(own, context.model, context_shift=options.context_shift)
+
+
+def warnings(experts: native.Experts, device: native.Device) -> Sequence[str]:
+    """What makes it slower than it could be."""
+    found = []
+    total, pinned = experts.host_bytes()
+    if device.host_buffer_type and pinned < total:
+        found.append(
+            f"{(total - pinned) / 2**30:.1f} of {total / 2**30:.1f} GiB of experts are not page-locked: uploads run "
+            "at a fraction of the link's speed (`moespac doctor` says why)"
+        )
+    for row in experts.rows():
+        if not row.hybrid:
+            found.append(f"layer {row.il} takes llama.cpp's own path: {row.fallback}")
+    return found

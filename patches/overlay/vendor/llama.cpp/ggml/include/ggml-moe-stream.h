@@ -1,0 +1,99 @@
+#pragma once
+
+// The in-stream execution of a hybrid MoE layer (moespac_llamacpp): two operations that a device runs inside its own stream, with a
+// pool of CPU threads on the other side. Nothing in a decode waits for the host but the join, and that only if something is cold.
+//
+//   publish  looks up the slots of the (token, expert) pairs. Only if one of them is cold (its expert has no slot) it hands the rows of
+//            the tokens concerned to page-locked memory and raises the header's flag.
+//   join     adds up the hot pairs' outputs; if a pair is cold, it waits for the pool and adds what the pool computed.
+//
+// Both are GGML_OP_CUSTOM nodes that carry GGML_MOE_STREAM_MAGIC in op_params and a ggml_moe_stream_node as user data. A backend that
+// can run them offers `ggml_moe_stream` (ggml_moe_stream_api) through its registry's get_proc_address. The CPU backend runs them by
+// their custom function, which emulates the protocol (src/moe-stream.cpp).
+//
+// Everything that a kernel gets by value is fixed while the feature is attached, so that captured graphs stay valid; what changes
+// (slot maps, flags) lies in memory.
+
+#include "ggml.h"
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define GGML_MOE_STREAM_MAGIC_0 0x4d6f4553
+#define GGML_MOE_STREAM_MAGIC_1 0x74726d31 // the layout of the structs below is part of it: a new layout takes a new number
+#define GGML_MOE_STREAM_PARAM   14         // index of the magic in op_params; ggml_custom_4d uses the first six
+
+enum ggml_moe_stream_kind {
+    GGML_MOE_STREAM_PUBLISH = 0, // (x, ids, weights, map, log of ids[, log of weights]) -> I32 [n_used, n_tokens, 3], see below
+    GGML_MOE_STREAM_JOIN    = 1, // (hot outputs [n_embd, n_used, n] of consecutive tokens, ..., publish) -> F32 [n_embd, n_tokens]
+};
+
+// planes of publish's output
+enum ggml_moe_stream_plane {
+    GGML_MOE_STREAM_SLOT   = 0, // ids for the products with the slots; of a cold pair: something that they may be given
+    GGML_MOE_STREAM_WEIGHT = 1, // F32: by what the pair's output is multiplied
+    GGML_MOE_STREAM_COLD   = 2, // 1: the pool computes the pair
+    GGML_MOE_STREAM_PLANES = 3,
+};
+
+// in which form the pool gets a token's row
+enum ggml_moe_stream_input {
+    GGML_MOE_STREAM_F32  = 0,
+    GGML_MOE_STREAM_Q8_K = 1, // n_embd is a multiple of 256
+};
+
+enum ggml_moe_stream_failure {
+    GGML_MOE_STREAM_OK          = 0,
+    GGML_MOE_STREAM_NO_ANSWER   = 1, // the device waited in vain for the pool
+    GGML_MOE_STREAM_POOL_FAILED = 2, // the pool gave up a computation
+};
+
+struct ggml_moe_stream_channel {
+    // page-locked host memory that the device addresses directly; one request is under way at a time
+    uint64_t * header;  // seq << 32 | row << 16 | n_tokens; the device stores it last
+    uint32_t * done;    // seq of the request that the pool has finished last
+    uint32_t * failed;  // ggml_moe_stream_failure; once set, no join waits any more
+    int32_t  * ids;     // [n_tokens][n_used]: the expert of a cold pair, -1: hot
+    float    * weights; // [n_tokens][n_used]
+    void     * x;       // [n_tokens] rows; only those of tokens with a cold pair are written
+    float    * out;     // [n_tokens][n_embd]: the pool's sums
+    uint64_t * clock;   // [n_rows][4] ns of the device's clock: publish began, join began, join ended
+    // device memory
+    uint32_t * state;   // [0] seq of the last request, [1] blocks of the publish under way that have finished
+    uint64_t timeout_ns;
+};
+
+struct ggml_moe_stream_node {
+    int32_t kind;
+    int32_t row;
+    int32_t n_embd;
+    int32_t n_used;
+    int32_t input;         // ggml_moe_stream_input
+    bool    weight_before; // the router's weight was applied to the input: the outputs are added as they are
+    const float * scale;   // device memory, [n_expert]: factor of an expert's output, or NULL
+    const struct ggml_moe_stream_channel * channel;
+};
+
+struct ggml_moe_stream_api {
+    // For how many tokens at once a product with the experts `w` [n_in, n_out, n_slots] takes a kernel that skips pairs with id -1 (their
+    // rows stay undefined), lets -1 occur several times and needs no help from the host. 0: there is no such kernel.
+    int (*max_tokens)(int device, const struct ggml_tensor * w);
+};
+
+static inline bool ggml_moe_stream_is(const struct ggml_tensor * op) {
+    return op->op_params[GGML_MOE_STREAM_PARAM] == GGML_MOE_STREAM_MAGIC_0 && op->op_params[GGML_MOE_STREAM_PARAM + 1] == GGML_MOE_STREAM_MAGIC_1;
+}
+
+// of a GGML_OP_CUSTOM node: what ggml_custom_4d was given
+static inline const struct ggml_moe_stream_node * ggml_moe_stream_node_of(const struct ggml_tensor * op) {
+    struct custom_params { void * fun; int n_tasks; void * user_data; };
+    return (const struct ggml_moe_stream_node *) ((const struct custom_params *) (const void *) op->op_params)->user_data;
+}
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,346 @@
+#include "moe-stream.cuh"
+
+#include "ggml-moe-stream.h"
+#include "mmf.cuh"
+#include "mmvq.cuh"
+
+// The two operations of ggml-moe-stream.h. HIP and MUSA builds leave them out (they are written in PTX): the portable execution serves there.
+
+#if defined(GGML_USE_HIP) || defined(GGML_USE_MUSA)
+
+bool ggml_cuda_moe_stream_supported(const ggml_tensor * op) {
+    GGML_UNUSED(op);
+    return false;
+}
+
+bool ggml_cuda_moe_stream(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    GGML_UNUSED_VARS(ctx, dst);
+    return false;
+}
+
+const void * ggml_cuda_moe_stream_api() {
+    return nullptr;
+}
+
+#else
+
+static constexpr int MOE_THREADS = 64;
+static constexpr int MOE_COLS    = 4*MOE_THREADS; // of a row: what a block writes; one block of Q8_K
+static_assert(MOE_COLS == 256, "a block of threads quantises one block of Q8_K");
+
+//
+// memory shared with the host
+//
+
+static __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t * p) {
+    uint32_t v;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+static __device__ __forceinline__ void store_release_system(uint64_t * p, uint64_t v) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(p), "l"(v) : "memory");
+}
+
+static __device__ __forceinline__ void store_relaxed_system(uint32_t * p, uint32_t v) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory");
+}
+
+static __device__ __forceinline__ uint64_t device_clock() {
+    uint64_t v;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v));
+    return v;
+}
+
+//
+// publish
+//
+
+struct moe_publish_args {
+    const float   * x;       size_t x_stride;
+    const int32_t * ids;     size_t ids_stride;
+    const float   * weights; size_t weights_stride_k, weights_stride_t;
+    const int32_t * map;     // [n_expert] slot or -1
+    int32_t       * slots;   // the output's planes, [n_tokens][n_used]
+    float         * weights_out;
+    int32_t       * cold;
+    int32_t       * log_ids;     size_t log_ids_stride;
+    float         * log_weights; size_t log_weights_stride;
+    int n_tokens;
+};
+
+// ggml's block_q8_K: float d; int8_t qs[256]; int16_t bsums[16]
+static constexpr int Q8_K_WORDS = 73;
+
+// 256 values, 4 a thread, as ggml-cpu's quantize_row_q8_K has them: scaled by -127 over the value of largest magnitude
+static __device__ void quantize_q8_K(const float4 v, uint32_t * dst) {
+    __shared__ uint32_t block[Q8_K_WORDS];
+    __shared__ float    extremes[MOE_THREADS/32];
+    const int tid = threadIdx.x;
+
+    float m = v.x;
+    m = fabsf(v.y) > fabsf(m) ? v.y : m;
+    m = fabsf(v.z) > fabsf(m) ? v.z : m;
+    m = fabsf(v.w) > fabsf(m) ? v.w : m;
+    for (int o = 16; o > 0; o >>= 1) {
+        const float other = __shfl_xor_sync(0xffffffff, m, o);
+        m = fabsf(other) > fabsf(m) || (fabsf(other) == fabsf(m) && other > m) ? other : m;
+    }
+    if (tid % 32 == 0) {
+        extremes[tid/32] = m;
+    }
+    __syncthreads();
+    m = fabsf(extremes[1]) > fabsf(extremes[0]) ? extremes[1] : extremes[0];
+
+    const float inv = m == 0.0f ? 0.0f : -127.0f/m;
+    const int q[4] = { min(127, __float2int_rn(inv*v.x)), min(127, __float2int_rn(inv*v.y)), min(127, __float2int_rn(inv*v.z)), min(127, __float2int_rn(inv*v.w)) };
+    block[1 + tid] = (q[0] & 0xff) | (q[1] & 0xff) << 8 | (q[2] & 0xff) << 16 | (uint32_t) (q[3] & 0xff) << 24;
+    int sum = q[0] + q[1] + q[2] + q[3];
+    sum += __shfl_xor_sync(0xffffffff, sum, 1);
+    sum += __shfl_xor_sync(0xffffffff, sum, 2);
+    if (tid % 4 == 0) {
+        ((int16_t *) (block + 65))[tid/4] = (int16_t) sum;
+    }
+    if (tid == 0) {
+        ((float *) block)[0] = m == 0.0f ? 0.0f : 1.0f/inv;
+    }
+    __syncthreads();
+    for (int i = tid; i < Q8_K_WORDS; i += MOE_THREADS) {
+        dst[i] = block[i];
+    }
+}
+
+// grid (ceil(n_embd/256), n_tokens)
+static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_stream_node node, const ggml_moe_stream_channel ch) {
+    const int  tid     = threadIdx.x;
+    const int  t_own   = blockIdx.y;
+    const bool first   = blockIdx.x == 0 && blockIdx.y == 0;
+    const int  n_pairs = node.n_used*a.n_tokens;
+
+    if (first && tid == 0) {
+        ch.clock[node.row*4] = device_clock();
+    }
+
+    // every block looks all pairs up: whether one of them is cold decides for all
+    int any_cold = 0;
+    int own_cold = 0;
+    for (int i = tid; i < n_pairs; i += MOE_THREADS) {
+        const int t = i/node.n_used;
+        const int k = i - t*node.n_used;
+        const int e = a.ids[t*a.ids_stride + k];
+        const int s = a.map[e];
+        any_cold |= s < 0;
+        own_cold |= s < 0 && t == t_own;
+        if (first) {
+            const float w  = a.weights[t*a.weights_stride_t + k*a.weights_stride_k];
+            const float ws = node.scale ? w*node.scale[e] : w;
+            a.slots[i]       = s;
+            a.weights_out[i] = ws;
+            a.cold[i]        = s < 0;
+            if (a.log_ids) {
+                a.log_ids[t*a.log_ids_stride + k] = e;
+            }
+            if (a.log_weights) {
+                a.log_weights[t*a.log_weights_stride + k] = w;
+            }
+        }
+    }
+    any_cold = __syncthreads_or(any_cold);
+    own_cold = __syncthreads_or(own_cold);
+    if (!any_cold) {
+        return;
+    }
+    if (first) { // only now: posted writes over the link
+        for (int i = tid; i < n_pairs; i += MOE_THREADS) {
+            const int t = i/node.n_used;
+            ch.ids    [i] = a.cold[i] ? a.ids[t*a.ids_stride + i - t*node.n_used] : -1;
+            ch.weights[i] = a.weights_out[i];
+        }
+    }
+    const int col = blockIdx.x*MOE_COLS + tid*4;
+    if (own_cold && (node.input == GGML_MOE_STREAM_Q8_K || col < node.n_embd)) {
+        const float4 v = *(const float4 *) (a.x + t_own*a.x_stride + col);
+        if (node.input == GGML_MOE_STREAM_Q8_K) {
+            quantize_q8_K(v, (uint32_t *) ch.x + ((size_t) t_own*(node.n_embd/MOE_COLS) + blockIdx.x)*Q8_K_WORDS);
+        } else {
+            *(float4 *) ((float *) ch.x + (size_t) t_own*node.n_embd + col) = v;
+        }
+    }
+    __threadfence_system();
+    __syncthreads();
+    if (tid == 0 && atomicAdd(&ch.state[1], 1) == gridDim.x*gridDim.y - 1) { // the last block: everything is in host memory
+        ch.state[1] = 0;
+        const uint32_t seq = ++ch.state[0];
+        __threadfence_system();
+        store_release_system(ch.header, (uint64_t) seq << 32 | (uint32_t) node.row << 16 | (uint32_t) a.n_tokens);
+    }
+}
+
+//
+// join
+//
+
+static constexpr int MOE_MAX_CHUNKS = GGML_MAX_SRC - 1;
+
+struct moe_join_args {
+    const float   * hot[MOE_MAX_CHUNKS]; // [n_embd, n_used, chunk]
+    int n_chunks;
+    int chunk;                           // tokens in each but the last
+    const float   * weights;
+    const int32_t * cold;
+    float         * dst;     size_t dst_stride;
+};
+
+// by one thread of a block
+static __device__ void wait_for_pool(const ggml_moe_stream_channel & ch) {
+    constexpr uint64_t PATIENCE_NS = 1000000; // for so long only the flag that comes next is looked at
+    const uint32_t seq = ch.state[0];
+    const uint64_t t0  = device_clock();
+    while ((int32_t) (load_acquire_system(ch.done) - seq) < 0) {
+        const uint64_t waited = device_clock() - t0;
+        if (waited > ch.timeout_ns) {
+            store_relaxed_system(ch.failed, GGML_MOE_STREAM_NO_ANSWER);
+            return;
+        }
+        if (waited > PATIENCE_NS && load_acquire_system(ch.failed) != GGML_MOE_STREAM_OK) {
+            return; // an earlier layer waited in vain, or the pool gave up
+        }
+    }
+}
+
+// grid (ceil(n_embd/256), n_tokens): hot outputs in rank order, then the pool's sum
+static __global__ void k_moe_join(const moe_join_args a, const ggml_moe_stream_node node, const ggml_moe_stream_channel ch) {
+    const int tid = threadIdx.x;
+    const int t   = blockIdx.y;
+    const int col = blockIdx.x*MOE_COLS + tid*4;
+    if (tid == 0 && blockIdx.x == 0 && t == 0) {
+        ch.clock[node.row*4 + 1] = device_clock();
+    }
+
+    const int c = a.n_chunks > 0 ? t/a.chunk : 0;
+    const float * hot = a.n_chunks > 0 ? a.hot[c] + (size_t) (t - c*a.chunk)*node.n_used*node.n_embd + col : nullptr;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    bool cold = false; // the same for all threads of the block
+    for (int k = 0; k < node.n_used; k++) {
+        if (a.cold[t*node.n_used + k]) {
+            cold = true;
+        } else if (col < node.n_embd) {
+            const float  w = node.weight_before ? 1.0f : a.weights[t*node.n_used + k];
+            const float4 v = *(const float4 *) (hot + (size_t) k*node.n_embd);
+            sum.x += w*v.x;
+            sum.y += w*v.y;
+            sum.z += w*v.z;
+            sum.w += w*v.w;
+        }
+    }
+    if (cold) {
+        if (tid == 0) {
+            wait_for_pool(ch);
+        }
+        __syncthreads();
+        if (col < node.n_embd) {
+            const float4 v = __ldcv((const float4 *) (ch.out + (size_t) t*node.n_embd + col)); // not from a cache: the host wrote it
+            sum.x += v.x;
+            sum.y += v.y;
+            sum.z += v.z;
+            sum.w += v.w;
+        }
+    }
+    if (tid == 0 && blockIdx.x == 0) {
+        ch.clock[node.row*4 + 2] = device_clock(); // the last token's stays
+    }
+    if (col < node.n_embd) {
+        *(float4 *) (a.dst + t*a.dst_stride + col) = sum;
+    }
+}
+
+//
+// ggml
+//
+
+bool ggml_cuda_moe_stream_supported(const ggml_tensor * op) {
+    return ggml_moe_stream_is(op);
+}
+
+static dim3 grid_of(const ggml_moe_stream_node & node, const ggml_tensor * t) {
+    return dim3((node.n_embd + MOE_COLS - 1)/MOE_COLS, (unsigned) t->ne[1], 1);
+}
+
+static void publish(cudaStream_t stream, const ggml_moe_stream_node & node, ggml_tensor * dst) {
+    const ggml_tensor * x   = dst->src[0];
+    const ggml_tensor * ids = dst->src[1];
+    const ggml_tensor * w   = dst->src[2]; // [1, n_used, n_tokens]
+    const int64_t n_pairs = dst->ne[0]*dst->ne[1];
+    moe_publish_args a = {};
+    a.x        = (const float *) x->data;
+    a.x_stride = x->nb[1]/sizeof(float);
+    a.ids        = (const int32_t *) ids->data;
+    a.ids_stride = ids->nb[1]/sizeof(int32_t);
+    a.weights          = (const float *) w->data;
+    a.weights_stride_k = w->nb[1]/sizeof(float);
+    a.weights_stride_t = w->nb[2]/sizeof(float);
+    a.map         = (const int32_t *) dst->src[3]->data;
+    a.slots       = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_SLOT;
+    a.weights_out = (float   *) dst->data + n_pairs*GGML_MOE_STREAM_WEIGHT;
+    a.cold        = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_COLD;
+    if (dst->src[4]) {
+        a.log_ids        = (int32_t *) dst->src[4]->data;
+        a.log_ids_stride = dst->src[4]->nb[1]/sizeof(int32_t);
+    }
+    if (dst->src[5]) {
+        a.log_weights        = (float *) dst->src[5]->data;
+        a.log_weights_stride = dst->src[5]->nb[1]/sizeof(float);
+    }
+    a.n_tokens = (int) x->ne[1];
+    k_moe_publish<<<grid_of(node, x), MOE_THREADS, 0, stream>>>(a, node, *node.channel);
+}
+
+static void join(cudaStream_t stream, const ggml_moe_stream_node & node, ggml_tensor * dst) {
+    moe_join_args a = {};
+    while (dst->src[a.n_chunks + 1]) {
+        a.hot[a.n_chunks] = (const float *) dst->src[a.n_chunks]->data;
+        a.n_chunks++;
+    }
+    const ggml_tensor * published = dst->src[a.n_chunks];
+    const int64_t n_pairs = published->ne[0]*published->ne[1];
+    a.chunk      = a.n_chunks > 0 ? (int) dst->src[0]->ne[2] : 1;
+    a.weights    = (const float   *) published->data + n_pairs*GGML_MOE_STREAM_WEIGHT;
+    a.cold       = (const int32_t *) published->data + n_pairs*GGML_MOE_STREAM_COLD;
+    a.dst        = (float *) dst->data;
+    a.dst_stride = dst->nb[1]/sizeof(float);
+    k_moe_join<<<grid_of(node, dst), MOE_THREADS, 0, stream>>>(a, node, *node.channel);
+}
+
+bool ggml_cuda_moe_stream(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    if (!ggml_moe_stream_is(dst)) {
+        return false;
+    }
+    const ggml_moe_stream_node & node = *ggml_moe_stream_node_of(dst);
+    if (node.kind == GGML_MOE_STREAM_PUBLISH) {
+        publish(ctx.stream(), node, dst);
+    } else {
+        join(ctx.stream(), node, dst);
+    }
+    return true;
+}
+
+// quantised experts: the vector kernels (mmvq) return at a negative id. Others: the tensor-core kernel (mmf) looks for the pairs of each
+// expert, so that -1 is never found; over 16 tokens it counts pairs first and would go wrong.
+static int max_tokens(int device, const ggml_tensor * w) {
+    const int cc = ggml_cuda_info().devices[device].cc;
+    if (!GGML_CUDA_CC_IS_NVIDIA(cc)) {
+        return 0;
+    }
+    if (ggml_is_quantized(w->type)) {
+        return std::min(MMVQ_MAX_BATCH_SIZE, get_mmvq_mmid_max_batch(w->type, cc));
+    }
+    constexpr int MMF_MAX = 16;
+    return ggml_cuda_should_use_mmf(w->type, cc, WARP_SIZE, w->ne, w->nb, MMF_MAX, /*mul_mat_id =*/ true) ? MMF_MAX : 0;
+}
+
+const void * ggml_cuda_moe_stream_api() {
+    static const ggml_moe_stream_api api = { max_tokens };
+    return &api;
+}
+
+#endif

@@ -1,0 +1,8 @@
+#pragma once
+
+#include "common.cuh"
+
+// ggml-moe-stream.h on CUDA
+bool ggml_cuda_moe_stream_supported(const ggml_tensor * op);
+bool ggml_cuda_moe_stream(ggml_backend_cuda_context & ctx, ggml_tensor * dst); // false: not one of these operations
+const void * ggml_cuda_moe_stream_api();                                     // null: not in this build

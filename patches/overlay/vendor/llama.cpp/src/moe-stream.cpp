@@ -1,0 +1,621 @@
+#include "moe-stream.h"
+
+#include "moe-state.h"
+
+#include "llama-context.h"
+#include "llama-graph.h"
+#include "llama-impl.h"
+
+#include "ggml.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+
+//
+// the pool's side
+//
+
+// Everything that a thread of the pool works on. It outlives the context if a thread hangs in it.
+struct moe_stream_client : public moe_pool_client {
+    moe_stream_client(moe_type_traits_t traits, bool own_kernels) : lane(traits, own_kernels) {}
+
+    bool poll() override;
+    void run(int ith, int n_threads, moe_barrier & barrier) override;
+    void finish(bool given_up) override;
+
+    uint32_t seq_of_header() const {
+        return (uint32_t) (__atomic_load_n(channel.header, __ATOMIC_ACQUIRE) >> 32);
+    }
+
+    ggml_backend_buffer_ptr     buf; // the channel's host memory, page-locked if the device has such
+    ggml_moe_stream_channel     channel = {};
+    std::vector<moe_block>      blocks; // by row, copies: the layers may be gone
+    std::vector<ggml_moe_stream_node> publish_nodes, join_nodes; // by row
+
+    moe_cold_lane lane;
+    uint32_t seen = 0; // seq of the last request
+
+    // the request under way
+    const moe_block * block = nullptr;
+    bool as_f32   = false;
+    int  n_tokens = 0;
+    std::vector<int32_t> count_of, next_of; // per expert, scratch
+
+    // taken by thread 0; read between decodes
+    int64_t begin_us = 0;
+    struct times {
+        int64_t n = 0;
+        double  us_plan = 0;
+        double  us_cold = 0;
+    };
+    std::vector<times> perf; // by row
+};
+
+bool moe_stream_client::poll() {
+    const uint64_t header = __atomic_load_n(channel.header, __ATOMIC_ACQUIRE);
+    const uint32_t seq    = (uint32_t) (header >> 32);
+    if (seq == seen) {
+        return false;
+    }
+    seen     = seq;
+    begin_us = moe_now_us();
+    const int row = (int) (header >> 16 & 0xffff);
+    n_tokens = (int) (header & 0xffff);
+    block    = &blocks[row];
+    as_f32   = publish_nodes[row].input == GGML_MOE_STREAM_F32;
+
+    // cold pairs, grouped by expert in ascending order
+    lane.begin(*block, as_f32 ? nullptr : (const char *) channel.x);
+    const int n_pairs = n_tokens*block->n_used;
+    std::fill(count_of.begin(), count_of.begin() + block->n_expert, 0);
+    for (int i = 0; i < n_pairs; i++) {
+        if (channel.ids[i] >= 0) {
+            count_of[channel.ids[i]]++;
+        }
+    }
+    int32_t n = 0;
+    for (int e = 0; e < block->n_expert; e++) {
+        if (count_of[e]) {
+            lane.experts.push_back({ e, n, count_of[e] });
+            next_of[e] = n;
+            n += count_of[e];
+        }
+    }
+    lane.pairs.resize(n);
+    for (int i = 0; i < n_pairs; i++) {
+        if (channel.ids[i] >= 0) {
+            lane.pairs[next_of[channel.ids[i]]++] = { i/block->n_used, channel.weights[i] };
+        }
+    }
+    perf[row].n++;
+    perf[row].us_plan += moe_now_us() - begin_us;
+    return true;
+}
+
+void moe_stream_client::run(int ith, int n_threads, moe_barrier & barrier) {
+    const char * x      = (const char *) channel.x;
+    const size_t stride = block->n_embd*sizeof(float);
+    bool ok = true;
+    if (as_f32 && !block->weight_before) {
+        lane.quantize_tokens(*block, x, stride, n_tokens, ith, n_threads);
+        ok = barrier.wait(n_threads);
+    }
+    ok = ok && lane.run(*block, x, stride, n_tokens, (char *) channel.out, stride, ith, n_threads, barrier);
+    if (!ok) {
+        __atomic_store_n(channel.failed, (uint32_t) GGML_MOE_STREAM_POOL_FAILED, __ATOMIC_RELEASE); // nobody need wait longer
+    }
+}
+
+void moe_stream_client::finish(bool given_up) {
+    perf[block->row].us_cold += moe_now_us() - begin_us;
+    if (!given_up) {
+        __atomic_store_n(channel.done, seen, __ATOMIC_RELEASE);
+    }
+}
+
+//
+// the two operations on the CPU
+//
+
+static int32_t id_at(const ggml_tensor * ids, int t, int k) {
+    return *(const int32_t *) ((const char *) ids->data + t*ids->nb[1] + k*ids->nb[0]);
+}
+
+static void emulate_publish(ggml_tensor * dst, int ith, int n_threads, void * user_data) {
+    GGML_UNUSED(n_threads);
+    if (ith > 0) {
+        return;
+    }
+    const ggml_moe_stream_node & node = *(const ggml_moe_stream_node *) user_data;
+    const ggml_moe_stream_channel & ch = *node.channel;
+    const ggml_tensor * x   = dst->src[0];
+    const ggml_tensor * ids = dst->src[1];
+    const ggml_tensor * w   = dst->src[2];
+    const int32_t *     map = (const int32_t *) dst->src[3]->data;
+    const int n_tokens = (int) x->ne[1];
+    const int n_pairs  = n_tokens*node.n_used;
+    int32_t * slots   = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_SLOT;
+    float   * weights = (float   *) dst->data + n_pairs*GGML_MOE_STREAM_WEIGHT;
+    int32_t * cold    = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_COLD;
+
+    // ggml-cpu's product knows no id -1: a cold pair gets a published slot (or the first, which is zero), and join leaves it out
+    int32_t some_slot = 0;
+    for (int i = 0; i < n_pairs; i++) {
+        some_slot = std::max(some_slot, map[id_at(ids, i/node.n_used, i % node.n_used)]);
+    }
+    bool any_cold = false;
+    for (int t = 0; t < n_tokens; t++) {
+        bool own_cold = false;
+        for (int k = 0; k < node.n_used; k++) {
+            const int   i   = t*node.n_used + k;
+            const int   e   = id_at(ids, t, k);
+            const float raw = *(const float *) ((const char *) w->data + t*w->nb[2] + k*w->nb[1]);
+            cold[i]    = map[e] < 0;
+            slots[i]   = cold[i] ? some_slot : map[e];
+            weights[i] = node.scale ? raw*node.scale[e] : raw;
+            own_cold   = own_cold || cold[i];
+            ch.ids[i]     = cold[i] ? e : -1;
+            ch.weights[i] = weights[i];
+            if (dst->src[4]) {
+                *(int32_t *) ((char *) dst->src[4]->data + t*dst->src[4]->nb[1] + k*sizeof(int32_t)) = e;
+            }
+            if (dst->src[5]) {
+                *(float *) ((char *) dst->src[5]->data + t*dst->src[5]->nb[1] + k*sizeof(float)) = raw;
+            }
+        }
+        if (own_cold) {
+            const float * row = (const float *) ((const char *) x->data + t*x->nb[1]);
+            if (node.input == GGML_MOE_STREAM_Q8_K) {
+                moe_cpu_type_traits()(GGML_TYPE_Q8_K)->from_float(row, (char *) ch.x + t*ggml_row_size(GGML_TYPE_Q8_K, node.n_embd), node.n_embd);
+            } else {
+                memcpy((float *) ch.x + (size_t) t*node.n_embd, row, node.n_embd*sizeof(float));
+            }
+        }
+        any_cold = any_cold || own_cold;
+    }
+    if (any_cold) {
+        const uint32_t seq = ++ch.state[0];
+        __atomic_store_n(ch.header, (uint64_t) seq << 32 | (uint32_t) node.row << 16 | (uint32_t) n_tokens, __ATOMIC_RELEASE);
+    }
+}
+
+static void emulate_wait(const ggml_moe_stream_channel & ch) {
+    const int64_t t0 = moe_now_us();
+    while ((int32_t) (__atomic_load_n(ch.done, __ATOMIC_ACQUIRE) - ch.state[0]) < 0) {
+        std::this_thread::yield();
+        if (moe_now_us() - t0 > (int64_t) (ch.timeout_ns/1000)) {
+            __atomic_store_n(ch.failed, (uint32_t) GGML_MOE_STREAM_NO_ANSWER, __ATOMIC_RELEASE);
+            return;
+        }
+        if (__atomic_load_n(ch.failed, __ATOMIC_ACQUIRE) != GGML_MOE_STREAM_OK) {
+            return;
+        }
+    }
+}
+
+static void emulate_join(ggml_tensor * dst, int ith, int n_threads, void * user_data) {
+    GGML_UNUSED(n_threads);
+    if (ith > 0) {
+        return;
+    }
+    const ggml_moe_stream_node & node = *(const ggml_moe_stream_node *) user_data;
+    const ggml_moe_stream_channel & ch = *node.channel;
+    int n_chunks = 0;
+    while (dst->src[n_chunks + 1]) {
+        n_chunks++;
+    }
+    const ggml_tensor * published = dst->src[n_chunks];
+    const int n_pairs = (int) (published->ne[0]*published->ne[1]);
+    const float   * weights = (const float   *) published->data + n_pairs*GGML_MOE_STREAM_WEIGHT;
+    const int32_t * cold    = (const int32_t *) published->data + n_pairs*GGML_MOE_STREAM_COLD;
+    const int chunk = n_chunks > 0 ? (int) dst->src[0]->ne[2] : 1;
+    bool waited = false;
+    for (int t = 0; t < (int) dst->ne[1]; t++) {
+        float * sum = (float *) ((char *) dst->data + t*dst->nb[1]);
+        std::fill(sum, sum + node.n_embd, 0.0f);
+        bool any_cold = false;
+        for (int k = 0; k < node.n_used; k++) {
+            if (cold[t*node.n_used + k]) {
+                any_cold = true;
+                continue;
+            }
+            const float   f = node.weight_before ? 1.0f : weights[t*node.n_used + k];
+            const float * y = (const float *) dst->src[t/chunk]->data + (size_t) (t % chunk*node.n_used + k)*node.n_embd;
+            for (int i = 0; i < node.n_embd; i++) {
+                sum[i] += f*y[i];
+            }
+        }
+        if (any_cold && !waited) {
+            emulate_wait(ch);
+            waited = true;
+        }
+        for (int i = 0; any_cold && i < node.n_embd; i++) {
+            sum[i] += ch.out[(size_t) t*node.n_embd + i];
+        }
+    }
+}
+
+//
+// which layers
+//
+
+static const ggml_moe_stream_api * api_of(ggml_backend_dev_t dev) {
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(dev);
+    auto get = reg ? ggml_backend_reg_get_proc_address(reg, "ggml_moe_stream") : nullptr;
+    return (const ggml_moe_stream_api *) get;
+}
+
+static bool is_cpu(ggml_backend_dev_t dev) {
+    return ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU;
+}
+
+moe_stream::moe_stream(llama_moe_state & st, ggml_backend_dev_t dev) : st(st), dev(dev), api(api_of(dev)) {
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(dev);
+    for (size_t i = 0; reg && i < ggml_backend_reg_dev_count(reg); i++) {
+        device_index = ggml_backend_reg_dev_get(reg, i) == dev ? (int) i : device_index;
+    }
+}
+
+moe_stream::~moe_stream() {
+    if (client && !pool->remove(client)) {
+        LLAMA_LOG_ERROR("moe: a thread of the pool still hangs in a computation for this context: its buffers stay, and it must not outlive the model\n");
+    }
+}
+
+// of the products with the layer's experts
+static int max_tokens_of(const ggml_moe_stream_api * api, int device, const moe_block & b) {
+    constexpr int EMULATED = 8;
+    if (!api) {
+        return EMULATED;
+    }
+    int n = moe_stream::MAX_TOKENS;
+    for (int p : { MOE_GATE, MOE_UP, MOE_DOWN }) {
+        n = b.host[p] ? std::min(n, api->max_tokens(device, b.host[p])) : n;
+    }
+    return n;
+}
+
+int moe_stream::chunk_of(const moe_layer & l) const {
+    return max_tokens_of(api, device_index, l.block);
+}
+
+bool moe_stream::supports(const moe_layer & l, ggml_backend_dev_t device, std::string & reason) const {
+    const moe_block & b = l.block;
+    if (!api && !is_cpu(dev)) {
+        reason = std::string(ggml_backend_dev_name(dev)) + " has no in-stream execution";
+    } else if (device != dev) {
+        reason = std::string("the layer is computed on ") + (device ? ggml_backend_dev_name(device) : "no device") + ", its slots are on " + ggml_backend_dev_name(dev);
+    } else if (b.n_embd % 4 != 0) {
+        reason = "the width of the model is no multiple of 4";
+    } else {
+        const int chunk = chunk_of(l);
+        bool quantized = true;
+        for (int p : { MOE_GATE, MOE_UP, MOE_DOWN }) {
+            quantized = quantized && (!b.host[p] || ggml_is_quantized(b.host[p]->type));
+        }
+        const bool repeats = st.is_second_block(b); // GroveMoE's tokens name an expert of theirs twice
+        if (chunk < 1) {
+            reason = std::string(ggml_backend_dev_name(dev)) + " has no kernel for these experts that skips pairs";
+        } else if (api && repeats && !quantized) {
+            reason = "experts that are not quantised may not occur twice in a token's choice on this device";
+        } else if ((MAX_TOKENS + chunk - 1)/chunk > GGML_MAX_SRC - 1) {
+            reason = "the device takes too few tokens at once";
+        } else {
+            return true;
+        }
+    }
+    return false;
+}
+
+//
+// memory
+//
+
+bool moe_stream::init(std::string & error) {
+    const int n_rows   = (int) st.rows.size();
+    const int n_expert = st.log.n_expert;
+    client = std::make_shared<moe_stream_client>(moe_cpu_type_traits(), st.params.own_kernels);
+    moe_stream_client & c = *client;
+
+    // what the channel must hold
+    const int n_max  = std::min(MAX_TOKENS, st.params.max_batch_tokens);
+    int  n_embd = 0;
+    int  n_used = 0;
+    bool scaled = false;
+    c.blocks.resize(n_rows);
+    c.perf.resize(n_rows);
+    for (moe_layer * l : st.rows) {
+        if (l && l->block.hybrid() && l->stream_reason.empty()) {
+            n_embd = std::max(n_embd, l->block.n_embd);
+            n_used = std::max(n_used, l->block.n_used);
+            scaled = scaled || l->block.down_scale;
+            c.lane.reserve(l->block, n_max);
+            c.blocks[l->block.row] = l->block;
+        }
+    }
+    c.count_of.resize(n_expert);
+    c.next_of.resize(n_expert);
+
+    size_t size = 0;
+    auto place = [&](size_t n) { // flags lie on pages of their own
+        const size_t offset = size;
+        size += GGML_PAD(n, 4096);
+        return offset;
+    };
+    const size_t o_header  = place(sizeof(uint64_t));
+    const size_t o_done    = place(sizeof(uint32_t));
+    const size_t o_failed  = place(sizeof(uint32_t));
+    const size_t o_ids     = place(sizeof(int32_t)*n_max*n_used);
+    const size_t o_weights = place(sizeof(float)*n_max*n_used);
+    const size_t o_x       = place(sizeof(float)*n_max*n_embd);
+    const size_t o_out     = place(sizeof(float)*n_max*n_embd);
+    const size_t o_clock   = place(sizeof(uint64_t)*4*n_rows);
+    const size_t o_maps    = place(sizeof(int32_t)*n_expert*n_rows);
+    c.buf.reset(ggml_backend_buft_alloc_buffer(st.device->host_buft, size));
+    if (!c.buf) {
+        error = "no page-locked host memory for the in-stream execution (" + std::to_string(size) + " bytes)";
+        return false;
+    }
+    char * base = (char *) ggml_backend_buffer_get_base(c.buf.get());
+    memset(base, 0, size);
+
+    ctx.reset(ggml_init({ ggml_tensor_overhead()*3, nullptr, true }));
+    ggml_tensor * state = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, 64);
+    maps  = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_expert, n_rows);
+    scale = scaled ? ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, n_expert, n_rows) : nullptr;
+    buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_dev_buffer_type(dev)));
+    if (!buf) {
+        error = std::string("no memory on ") + ggml_backend_dev_name(dev) + " for the slot maps";
+        return false;
+    }
+    ggml_backend_buffer_clear(buf.get(), 0);
+    ggml_backend_buffer_set_usage(buf.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    maps_host = (int32_t *) (base + o_maps);
+    std::fill(maps_host, maps_host + (size_t) n_expert*n_rows, -1);
+
+    ggml_moe_stream_channel & ch = c.channel;
+    ch.header  = (uint64_t *) (base + o_header);
+    ch.done    = (uint32_t *) (base + o_done);
+    ch.failed  = (uint32_t *) (base + o_failed);
+    ch.ids     = (int32_t  *) (base + o_ids);
+    ch.weights = (float    *) (base + o_weights);
+    ch.x       =               base + o_x;
+    ch.out     = (float    *) (base + o_out);
+    ch.clock   = (uint64_t *) (base + o_clock);
+    ch.state   = (uint32_t *) state->data;
+    c.timeout_us  = (int64_t) st.params.timeout_ms*1000;
+    ch.timeout_ns = (uint64_t) c.timeout_us*1500; // the pool gives up first, and says so
+
+    for (int row = 0; row < n_rows; row++) {
+        const moe_block & b = c.blocks[row];
+        ggml_moe_stream_node node = {};
+        node.row           = row;
+        node.n_embd        = b.n_embd;
+        node.n_used        = b.n_used;
+        node.weight_before = b.weight_before;
+        node.channel       = &c.channel;
+        if (b.row >= 0) {
+            const bool q8_K = c.lane.one_input(b) && b.n_embd % 256 == 0 && moe_cpu_type_traits()(b.host[MOE_GATE]->type)->vec_dot_type == GGML_TYPE_Q8_K;
+            node.input = q8_K ? GGML_MOE_STREAM_Q8_K : GGML_MOE_STREAM_F32;
+            if (b.down_scale) {
+                ggml_backend_tensor_set(scale, b.down_scale->data, row*scale->nb[1], ggml_nbytes(b.down_scale));
+                node.scale = (const float *) ((const char *) scale->data + row*scale->nb[1]);
+            }
+        }
+        node.kind = GGML_MOE_STREAM_PUBLISH;
+        c.publish_nodes.push_back(node);
+        node.kind = GGML_MOE_STREAM_JOIN;
+        c.join_nodes.push_back(node);
+    }
+
+    // a nap ends some 60 µs late: the layers left must take longer than that
+    constexpr int LATE = 4;
+    std::vector<int> in_stream;
+    for (const moe_block & b : c.blocks) {
+        if (b.row >= 0 && !st.is_second_block(b)) {
+            in_stream.push_back(b.row);
+        }
+    }
+    if (api && (int) in_stream.size() >= 2*LATE) {
+        late_row = in_stream[in_stream.size() - LATE];
+    }
+    n_cores = moe_pool::usable_cores();
+    pool    = moe_pool::of_process();
+    try {
+        pool->add(client);
+    } catch (const std::exception & e) {
+        error = e.what();
+        client.reset();
+        return false;
+    }
+    return true;
+}
+
+size_t moe_stream::device_bytes() const {
+    return buf ? ggml_backend_buffer_get_size(buf.get()) : 0;
+}
+
+void moe_stream::reset_times() {
+    std::fill(client->perf.begin(), client->perf.end(), moe_stream_client::times());
+}
+
+// Of several ubatches in one decode the device's clock tells the last.
+void moe_stream::add_times(moe_layer & l) const {
+    const uint64_t * clock = client->channel.clock + l.block.row*4;
+    llama_moe_perf_data & perf = l.perf;
+    if (clock[0] && clock[1] >= clock[0] && clock[2] >= clock[1]) {
+        perf.us_hot   += (clock[1] - clock[0])*1e-3;
+        perf.us_wait  += (clock[2] - clock[1])*1e-3;
+        perf.us_total += (clock[2] - clock[0])*1e-3;
+        // until the next row's publish
+        const size_t next = (size_t) l.block.row + 1;
+        if (next < client->blocks.size() && clock[4] >= clock[2] && client->blocks[next].row >= 0) {
+            perf.us_rest += (clock[4] - clock[2])*1e-3;
+        }
+    }
+    moe_stream_client::times & t = client->perf[l.block.row];
+    perf.us_plan += t.us_plan;
+    perf.us_cold += t.us_cold;
+    t = {};
+}
+
+//
+// decodes
+//
+
+// Maps change between decodes only, when the device has been synchronised: neither side is in use. The copy is the stream's first.
+void moe_stream::upload_maps() {
+    const int n_expert = st.log.n_expert;
+    for (const moe_layer * l : st.rows) {
+        if (l && l->block.hybrid() && l->stream_reason.empty()) {
+            std::copy(l->slots.slot_of.begin(), l->slots.slot_of.end(), maps_host + (size_t) l->block.row*n_expert);
+        }
+    }
+    ggml_backend_tensor_set_async(st.backend_of(dev), maps, maps_host, 0, ggml_nbytes(maps));
+    map_dirty = false;
+}
+
+void moe_stream::begin_ubatch(int n_tokens) {
+    if (map_dirty) {
+        upload_maps();
+    }
+    const int n = st.params.pool_threads > 0 ? st.params.pool_threads : moe_pool::threads_for(st.n_threads_for(n_tokens), n_cores);
+    client->n_threads = n;
+    if (pool->size() < n) {
+        pool->grow(n);
+    }
+    if (late_row >= 0) {
+        late_clock = __atomic_load_n(&client->channel.clock[late_row*4 + 2], __ATOMIC_ACQUIRE);
+    }
+    pool->enter(*client);
+    running = true;
+}
+
+void moe_stream::sleep_through() {
+    if (!running || late_row < 0) {
+        return;
+    }
+    const ggml_moe_stream_channel & ch = client->channel;
+    const int64_t t0 = moe_now_us();
+    while (__atomic_load_n(&ch.clock[late_row*4 + 2], __ATOMIC_ACQUIRE) == late_clock && __atomic_load_n(ch.failed, __ATOMIC_ACQUIRE) == GGML_MOE_STREAM_OK &&
+            moe_now_us() - t0 < client->timeout_us) {
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+}
+
+bool moe_stream::end_decode(std::string & failure) {
+    if (!running) {
+        return true;
+    }
+    running = false;
+    pool->leave(*client);
+    const ggml_moe_stream_channel & ch = client->channel;
+    switch (__atomic_load_n(ch.failed, __ATOMIC_ACQUIRE)) {
+        case GGML_MOE_STREAM_OK:
+            return true;
+        case GGML_MOE_STREAM_NO_ANSWER:
+            failure = "the CPU threads did not answer within " + std::to_string(ch.timeout_ns/1000000) + " ms";
+            break;
+        default:
+            failure = "the CPU threads did not finish a layer within " + std::to_string(client->timeout_us/1000) + " ms";
+            break;
+    }
+    failure += ": the results of this decode are lost";
+    return false;
+}
+
+bool moe_stream::ready() {
+    if (!pool->healthy(*client)) {
+        return false;
+    }
+    const ggml_moe_stream_channel & ch = client->channel;
+    if (__atomic_load_n(ch.failed, __ATOMIC_ACQUIRE) != GGML_MOE_STREAM_OK) { // the pool is free again: start afresh after the last request
+        client->seen = client->seq_of_header();
+        __atomic_store_n(ch.done, client->seen, __ATOMIC_RELEASE);
+        __atomic_store_n(ch.failed, (uint32_t) GGML_MOE_STREAM_OK, __ATOMIC_RELEASE);
+    }
+    return true;
+}
+
+//
+// graph
+//
+
+static ggml_tensor * mark(ggml_tensor * t, const llm_graph_context & g, ggml_backend_t backend, const char * name, int row) {
+    t->op_params[GGML_MOE_STREAM_PARAM]     = GGML_MOE_STREAM_MAGIC_0;
+    t->op_params[GGML_MOE_STREAM_PARAM + 1] = GGML_MOE_STREAM_MAGIC_1;
+    ggml_format_name(t, "%s-%d", name, row);
+    ggml_backend_sched_set_tensor_backend(g.sched, t, backend);
+    return t;
+}
+
+// the experts of n tokens from t0 on: [n_embd, n_used, n]. The order of the nodes is upstream's, so that CUDA fuses what it fuses there.
+ggml_tensor * moe_stream::hot(const llm_graph_context & g, const moe_layer & l, ggml_tensor * x, ggml_tensor * published, int t0, int n) const {
+    ggml_context *      ctx0  = g.ctx0;
+    const moe_block &   b     = l.block;
+    const moe_tensors & slots = l.slots.tensors;
+    ggml_tensor * ids = ggml_view_2d(ctx0, published, b.n_used, n, published->nb[1], t0*published->nb[1]);
+    ggml_tensor * cur = ggml_view_3d(ctx0, x, b.n_embd, 1, n, x->nb[1], x->nb[1], t0*x->nb[1]);
+    if (b.weight_before) {
+        ggml_tensor * w = ggml_view_3d(ctx0, published, 1, b.n_used, n, sizeof(float), published->nb[1], GGML_MOE_STREAM_WEIGHT*published->nb[2] + t0*published->nb[1]);
+        w->type = GGML_TYPE_F32; // the plane holds floats
+        cur = ggml_mul(ctx0, ggml_repeat_4d(ctx0, cur, b.n_embd, b.n_used, n, 1), w);
+    }
+    ggml_tensor * gate;
+    ggml_tensor * up;
+    if (b.merged) {
+        ggml_tensor * gu = ggml_mul_mat_id(ctx0, slots[MOE_GATE], cur, ids);
+        if (slots[MOE_GATE_B]) {
+            gu = ggml_add_id(ctx0, gu, slots[MOE_GATE_B], ids);
+        }
+        gate = ggml_view_3d(ctx0, gu, b.n_ff, gu->ne[1], gu->ne[2], gu->nb[1], gu->nb[2], 0);
+        up   = ggml_view_3d(ctx0, gu, b.n_ff, gu->ne[1], gu->ne[2], gu->nb[1], gu->nb[2], b.n_ff*gu->nb[0]);
+    } else {
+        gate = ggml_mul_mat_id(ctx0, slots[MOE_GATE], cur, ids);
+        if (slots[MOE_GATE_B]) {
+            gate = ggml_add_id(ctx0, gate, slots[MOE_GATE_B], ids);
+        }
+        up = ggml_mul_mat_id(ctx0, slots[MOE_UP], cur, ids);
+        if (slots[MOE_UP_B]) {
+            up = ggml_add_id(ctx0, up, slots[MOE_UP_B], ids);
+        }
+    }
+    ggml_tensor * h = moe_activation_op(ctx0, b.act, gate, up);
+    ggml_tensor * y = ggml_mul_mat_id(ctx0, slots[MOE_DOWN], h, ids);
+    if (slots[MOE_DOWN_B]) {
+        y = ggml_add_id(ctx0, y, slots[MOE_DOWN_B], ids);
+    }
+    return y;
+}
+
+ggml_tensor * moe_stream::build(const llm_graph_context & g, moe_layer & l, const llama_moe_ffn & f) {
+    moe_stream_client & c = *client;
+    const moe_block & b = l.block;
+    const int n_tokens = (int) f.cur->ne[1];
+    ggml_context * ctx0 = g.ctx0;
+    ggml_tensor * x = ggml_is_contiguous(f.cur) ? f.cur : ggml_cont(ctx0, f.cur);
+    ggml_tensor * map = ggml_view_1d(ctx0, maps, maps->ne[0], b.row*maps->nb[1]);
+    ggml_tensor * args[GGML_MAX_SRC] = { x, f.ids, f.weights, map, st.log.view_ids(ctx0, b.row, b.n_used, n_tokens, (int) g.n_tokens) };
+    int n_args = 5;
+    if (st.callback) {
+        args[n_args++] = st.log.view_weights(ctx0, b.row, b.n_used, n_tokens, (int) g.n_tokens);
+    }
+    ggml_tensor * published = mark(ggml_custom_4d(ctx0, GGML_TYPE_I32, b.n_used, n_tokens, GGML_MOE_STREAM_PLANES, 1, args, n_args, emulate_publish, 1,
+            &c.publish_nodes[b.row]), g, st.backend_of(dev), "moe_publish", b.row);
+    ggml_build_forward_expand(g.gf, published);
+
+    n_args = 0;
+    if (!l.slots.slots.empty()) {
+        const int n_chunks = (n_tokens + chunk_of(l) - 1)/chunk_of(l);
+        const int chunk    = (n_tokens + n_chunks - 1)/n_chunks;
+        for (int t0 = 0; t0 < n_tokens; t0 += chunk) {
+            args[n_args] = hot(g, l, x, published, t0, std::min(chunk, n_tokens - t0));
+            ggml_build_forward_expand(g.gf, args[n_args++]);
+        }
+    }
+    args[n_args++] = published;
+    return mark(ggml_custom_4d(ctx0, GGML_TYPE_F32, b.n_embd, n_tokens, 1, 1, args, n_args, emulate_join, 1, &c.join_nodes[b.row]), g, st.backend_of(dev), "moe_join", b.row);
+}

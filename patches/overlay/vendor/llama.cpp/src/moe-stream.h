@@ -1,0 +1,72 @@
+#pragma once
+
+// The in-stream execution of hybrid layers (ggml-moe-stream.h): the layer's products run in the main graph, on the device that computes
+// the rest of the model; publish and join around them split the pairs and bring in what the pool of CPU threads computes meanwhile.
+// On the CPU device the two operations are emulated, so that the protocol is tested where there is no GPU.
+
+#include "moe-block.h"
+#include "moe-pool.h"
+
+#include "ggml-moe-stream.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+struct llm_graph_context;
+struct moe_layer;
+struct llama_moe_ffn;
+struct llama_moe_state;
+struct moe_stream_client;
+
+class moe_stream {
+public:
+    static constexpr int MAX_TOKENS = 32;
+
+    moe_stream(llama_moe_state & st, ggml_backend_dev_t dev);
+    ~moe_stream();
+
+    // before init: can the layer run in-stream? `device`: where its router is computed
+    bool supports(const moe_layer & l, ggml_backend_dev_t device, std::string & reason) const;
+    // memory for the layers whose `stream_reason` is empty
+    bool init(std::string & error);
+
+    // around decodes
+    void begin_ubatch(int n_tokens);
+    void sleep_through();                   // most of the decode in flight: waiting for the device spins, on a core that the pool's or uploads need
+    bool end_decode(std::string & failure); // the device has been synchronised; false: the decode failed
+    bool ready();                           // may the next decode use it?
+    void map_changed() { map_dirty = true; }
+
+    // the layer in the graph; F32 [n_embd, n_tokens]
+    ggml_tensor * build(const llm_graph_context & g, moe_layer & l, const llama_moe_ffn & f);
+
+    void reset_times();
+    void add_times(moe_layer & l) const; // of the last ubatch, and the pool's, to the layer's perf
+    size_t device_bytes() const;
+    moe_pool & threads() { return *pool; }
+
+private:
+    int  chunk_of(const moe_layer & l) const; // tokens that the layer's products take at once
+    ggml_tensor * hot(const llm_graph_context & g, const moe_layer & l, ggml_tensor * x, ggml_tensor * published, int t0, int n) const;
+    void upload_maps();
+
+    llama_moe_state &  st;
+    ggml_backend_dev_t dev;
+    const ggml_moe_stream_api * api = nullptr; // null: the CPU's emulation
+    int  device_index = 0;                     // of dev in its registry
+    int  n_cores = 1;
+    int  late_row = -1;                        // a few before the last; -1: too few rows
+    uint64_t late_clock = 0;                   // when it ended in the decode before
+    bool map_dirty = true;
+    bool running   = false;                    // in the decode under way
+
+    ggml_context_ptr        ctx;
+    ggml_backend_buffer_ptr buf;      // maps, scales, the sequence number
+    ggml_tensor *           maps  = nullptr; // I32 [n_expert, n_rows]
+    ggml_tensor *           scale = nullptr; // F32 [n_expert, n_rows], null if no layer has any
+    int32_t *               maps_host = nullptr; // the same, page-locked
+
+    std::shared_ptr<moe_pool>          pool;
+    std::shared_ptr<moe_stream_client> client;
+};

@@ -1,0 +1,144 @@
+"""What the doctor says of a machine, what it keeps, and what is expected of a plan by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from moespac_llamacpp import native
+from moespac_llamacpp.commands import doctor
+from moespac_llamacpp.estimate import estimate
+from moespac_llamacpp.machine import cache_folder
+from moespac_llamacpp.plan import Block, Footprint, Place, Wishes, make
+from moespac_llamacpp.profile import Profile, load, path_of, save
+from pair import TARGET
+from test_errors import LOADED, REPO
+
+GIB = 1 << 30
+H200 = Profile(
+    "CUDA0 H200", "Xeon", 16, cpu_read=100e9, link=46e9, pageable=12e9, device_read=4e12, measured="2026-11-29"
+)
+
+
+def run(*arguments: str, cache: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moespac_llamacpp.cli", *arguments]
+    env = os.environ | {"XDG_CACHE_HOME": cache}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_the_doctor_measures_keeps_and_the_plan_uses_it(tmp_path: Path) -> None:
+    before = run("plan", "-m", str(TARGET), "--device", "CPU", cache=str(tmp_path))
+    assert "expected: run `moespac doctor` once" in before.stdout
+    done = run("doctor", "--device", "CPU", "-m", str(TARGET), cache=str(tmp_path))
+    assert done.returncode in (0, 1) and "(patched)" in done.stdout and "ulimit -l" in done.stdout, done.stderr
+    assert "layer 5: 32 experts" in done.stdout
+    (path,) = (tmp_path / "moespac").iterdir()
+    kept = json.loads(path.read_text())
+    assert kept["cpu_read"] > 1e8 and kept["device_read"] > 1e8 and kept["link"] == 0  # there is no link to the CPU
+    after = run("plan", "-m", str(TARGET), "--device", "CPU", cache=str(tmp_path))
+    assert "% of the routed experts resident" in after.stdout and "TPS without drafting" in after.stdout
+
+
+def test_a_problem_is_told_with_its_remedy_and_in_the_exit_code() -> None:
+    done = run("doctor", "--device", "CPU", "-t", "1", cache="/proc/none")
+    assert done.returncode == 1
+    assert (
+        "PROBLEM: the profile cannot be kept" in done.stdout and "set XDG_CACHE_HOME to another folder" in done.stdout
+    )
+    assert done.stdout.splitlines()[-1].endswith(("1 problem", "problems"))
+
+
+def said(check: object, *arguments: object) -> list[str]:
+    problems: list[str] = []
+    check(*arguments, lambda what, mend: problems.append(what))  # type: ignore[operator]
+    return problems
+
+
+def test_memory_that_was_not_page_locked_is_found() -> None:
+    class Gpu:
+        host_buffer_type = 1
+
+    assert said(doctor.judge_rates, Gpu, H200) == []
+    (problem,) = said(doctor.judge_rates, Gpu, replace(H200, link=12.5e9))
+    assert problem == "page-locked memory is no faster than other memory (12.5 and 12.0 GB/s)"
+
+
+def test_a_driver_without_a_build_for_it_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = native.devices()
+    monkeypatch.setattr(native, "devices", lambda: [device for device in found if device.kind == "cpu"])
+    assert said(doctor.tell_devices, native.cpu_device()) == ["there is an NVIDIA driver, but this build has no GPU"]
+
+
+def test_a_library_of_unknown_origin_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "installed_version", lambda: "0.3.36")
+    (problem,) = said(doctor.tell_versions)
+    assert problem.startswith("llama-cpp-python 0.3.36 is not what scripts/build_llama.py installs")
+
+
+def test_the_command_tells_of_an_unpatched_build_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "llama_cpp").mkdir()
+    (tmp_path / "llama_cpp" / "__init__.py").write_text(LOADED.format(""))
+    (tmp_path / "llama_cpp_python-0.3.36.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: 0.3.36\n"
+    (tmp_path / "llama_cpp_python-0.3.36.dist-info" / "METADATA").write_text(metadata)
+    command = tmp_path / "moespac"  # as pip writes it
+    command.write_text("from moespac_llamacpp.cli import main\nmain()\n")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPO)])}
+    done = subprocess.run([sys.executable, command, "doctor"], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(
+        "moespac: moespac_llamacpp needs its patched build of llama-cpp-python, but 0.3.36 is"
+    )
+
+
+# --- profile and estimate --------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_kept_by_device_and_a_broken_one_is_as_none(tmp_path: Path) -> None:
+    assert load(tmp_path / "none", H200.device) is None
+    path = save(H200, tmp_path / "new")
+    assert path == path_of(tmp_path / "new", H200.device) and list(path.parent.iterdir()) == [path]
+    assert load(path.parent, H200.device) == H200 and load(path.parent, "CUDA1 H200") is None
+    whole = path.read_text()
+    numbers = whole.replace("100000000000.0", "0"), whole.replace("4000000000000.0", '"x"')
+    for text in ("", "{", "[]", "{}", *numbers):
+        path.write_text(text)
+        assert load(path.parent, H200.device) is None
+
+
+def test_the_cache_folder_follows_the_standard() -> None:
+    assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/moespac")
+    assert cache_folder({"XDG_CACHE_HOME": "relative"}) == cache_folder({}) == Path.home() / ".cache" / "moespac"
+
+
+PLACE = Place("CUDA0", "H200", 100 * GIB, 140 * GIB, True, True, 100 * GIB, 128 * GIB)
+BLOCKS = [Block(128, 2_700_000, True, il, 6) for il in range(48)]
+QWEN = Footprint(4096, 40960, weights=900_000_000, host_weights=300_000_000, expert_bytes=48 * 128 * 2_700_000)
+
+
+def test_the_estimate_is_near_what_was_measured() -> None:
+    """docs/performance.md: 8.2 ms a token with a quarter of the experts (88 % hits there), 13.6 without slots."""
+    quarter = estimate(make(PLACE, QWEN, BLOCKS, None, Wishes(share=0.25)), H200)
+    assert quarter.hits == (0.80, 0.83)
+    assert 1 / 0.0082 * 0.85 < quarter.tps[0] <= quarter.tps[1] < 1 / 0.0082 * 1.15
+    none = estimate(make(PLACE, QWEN, BLOCKS, None, Wishes(share=0.0)), H200)
+    assert none.hits == (0, 0) and none.tps[0] == none.tps[1] and 1 / 0.0136 * 0.85 < none.tps[0] < 1 / 0.0136 * 1.15
+    assert none.describe().startswith("no hits, ")
+
+
+def test_more_slots_are_never_expected_to_be_slower() -> None:
+    speeds = [estimate(make(PLACE, QWEN, BLOCKS, None, Wishes(share=s / 20)), H200).tps for s in range(21)]
+    # but for the last few experts, which the idle CPU could have taken
+    assert all(a[0] <= 1.01 * b[0] and a[1] <= 1.01 * b[1] for a, b in pairwise(speeds))
+    few = [replace(block, n_expert=32) for block in BLOCKS]
+    assert estimate(make(PLACE, QWEN, few, None, Wishes(share=0.25)), H200).hits[0] == 0.56

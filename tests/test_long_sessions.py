@@ -1,0 +1,61 @@
+"""A chat may go on for hours: neither host nor device memory grows with the steps."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from moespac_llamacpp.chat import Chat
+from moespac_llamacpp.commands.options import LoadOptions
+from moespac_llamacpp.commands.session import session
+from pair import DRAFT, TARGET
+
+#: Longer than 32 tokens, so that no question makes a graph of its own width.
+QUESTION = (
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a wife. "
+    * 2
+)
+WIDTHS = range(1, 6)
+MIB = 1 << 20
+
+
+def host_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def grown(n_steps: int) -> tuple[float, int, int]:
+    """(MiB of host memory, bytes on the device, steps) between a third of the steps and all of them."""
+    load = LoadOptions(TARGET, 512, threads=1, device="CPU", cache_share=0.25, draft_model=DRAFT, draft_max=4)
+    steps = turn = 0
+    marks: list[tuple[int, int]] = []
+    with session(load) as decoder:
+        experts = decoder.context.experts
+        assert experts is not None
+        for width in WIDTHS:  # each has a graph that is kept
+            decoder.context.decode([5] * width)
+        chat = Chat(decoder)
+        while steps < n_steps:
+            for _ in chat.say(f"{turn}: {QUESTION}", 120):
+                pass
+            turn += 1
+            steps += chat.decoder.report.n_steps
+            if chat.decoder.context.n_past > 300:
+                chat.clear()
+            if not marks and steps > n_steps // 3:
+                marks.append((host_bytes(), experts.device_bytes()))
+        marks.append((host_bytes(), experts.device_bytes()))
+    return (marks[1][0] - marks[0][0]) / MIB, marks[1][1] - marks[0][1], steps
+
+
+def test_memory_does_not_grow_in_a_long_chat() -> None:
+    """Short: a leak of two kilobytes a step would show."""
+    host, device, steps = grown(1200)
+    assert host < 1.5 and device == 0, (host, device, steps)
+
+
+@pytest.mark.full
+def test_memory_does_not_grow_in_ten_thousand_steps() -> None:
+    host, device, steps = grown(10_000)
+    assert host < 3 and device == 0, (host, device, steps)
