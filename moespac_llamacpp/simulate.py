@@ -154,7 +154,8 @@ class Clairvoyant:
 
 
 def load(path: Path, batch: int | None = None, *, limit: int | None = None) -> list[Step]:
-    """Steps of a `.npz` trace (routing.py, or the arrays of shared/routing-traces).
+    """Steps of a `.npz` trace: the arrays of routing.py; of these experts and n_expert are needed, and is_prompt stands for not
+    is_decode. Optional: position (in the context; 0 starts a sequence), and for verify batches step, accepted, draft_len.
 
     batch None: the verify batches that the trace holds (`step`, `accepted`); ValueError if it holds none. batch n: n
     consecutive tokens of the text (rejected drafts are left out, as if all of n drafts had been accepted). Prompts are

@@ -16,6 +16,8 @@ from moespac_llamacpp.planning import Table
 EVERY = 128
 #: Layers that change at once, half of them giving and half taking.
 MAX_ROWS = 4
+#: Slots that a layer gains at once: what that loses of another layer's residents comes back as uploads.
+MAX_GAIN = 8
 
 
 class Demand:
@@ -53,9 +55,9 @@ def resplit(
 ) -> NDArray[np.int32] | None:
     """A split a little closer to the demand, None if it is close enough. All arrays [n_rows].
 
-    Rows that want most beyond their slots take from those that use fewest of theirs, half of the way at once, at least one slot.
-    A row gives or takes only if the gap is above the share `least` of its slots and above one; it keeps one slot. The bytes of
-    all slots never grow."""
+    Rows that want most beyond their slots take from those that use fewest of theirs, half of the way at once, at least one
+    slot and at most MAX_GAIN. A row gives or takes only if the gap is above the share `least` of its slots and above one; it
+    keeps one slot. The bytes of all slots never grow."""
     has = n_slots > 0
     gap = np.where(has, np.minimum(demand, n_expert) - n_slots, 0.0)
     edge = np.maximum(1.0, least * n_slots)
@@ -65,7 +67,7 @@ def resplit(
     for taker, giver in zip(takers, givers, strict=False):
         one, other = int(expert_bytes[taker]), int(expert_bytes[giver])
         spare = min(int(-gap[giver]), int(n_slots[giver]) - 1)
-        take = max(1, int(min(gap[taker], spare * other / one) / 2))
+        take = min(MAX_GAIN, max(1, int(min(gap[taker], spare * other / one) / 2)))
         give = -(-take * one // other)
         if give <= spare:
             split[giver] -= give

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Replays routing traces through every policy and writes bench/results/policies.json; the ablation goes to ablation.json.
 
-python scripts/bench_policies.py ../shared/routing-traces/*.npz
+python scripts/bench_policies.py traces/*.npz
 """
 
 from __future__ import annotations

@@ -280,16 +280,18 @@ def test_a_failed_device_lane_ends_the_moves_but_not_the_generation(residency_of
     assert residency.n_moves == 0 and residency.max_moves == 0
 
 
+@pytest.mark.parametrize("status", [-10, -9])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_uploads_that_find_no_slot_cost_nothing_but_the_move(residency_of: Bench, overlap: bool) -> None:
-    """A withdrawn upload holds its slot until it has landed; the plan that was made meanwhile takes it for resident."""
+def test_uploads_that_find_no_slot_cost_nothing_but_the_move(residency_of: Bench, overlap: bool, status: int) -> None:
+    """A withdrawn upload holds its slot until it has landed, and the plan that was made meanwhile takes it for resident; or the
+    library itself has streamed the expert in since the plan."""
     rng = np.random.default_rng(0)
     residency, experts = residency_of(make("lru", 2, 16), max_moves=8, overlap=overlap)
     load, evict = experts.load, experts.evict
 
     def full(row: int, expert: int) -> None:
         if rng.random() < 0.5:
-            raise native.MoeError(-10, "no free slot")
+            raise native.MoeError(status, "no free slot, or resident already")
         load(row, expert)
 
     def missing(row: int, expert: int) -> None:

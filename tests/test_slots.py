@@ -9,7 +9,7 @@ from moespac_llamacpp import simulate, slots
 from moespac_llamacpp.planning import Batch
 from moespac_llamacpp.policies import make
 from moespac_llamacpp.simulate import Step, replay
-from moespac_llamacpp.slots import MAX_ROWS, Demand, resplit
+from moespac_llamacpp.slots import MAX_GAIN, MAX_ROWS, Demand, resplit
 
 
 def ints(*values: int) -> np.ndarray:
@@ -34,6 +34,7 @@ def test_a_split_keeps_the_budget_and_wanders_to_the_demand() -> None:
             assert (after <= n_expert).all() and ((after > 0) == (split > 0)).all()
             changed = np.flatnonzero(after != split)
             assert 2 <= len(changed) <= MAX_ROWS
+            assert (after - split).max() <= MAX_GAIN
             for row in changed:  # towards the demand; a row may be rounded past it by less than a slot
                 assert np.sign(after[row] - split[row]) == np.sign(demand[row] - split[row])
                 assert abs(after[row] - demand[row]) <= abs(split[row] - demand[row]) + 1
