@@ -339,27 +339,27 @@ def test_a_stream_that_was_left_for_another_text_ends_with_a_sentence(llm: Moesp
 
 
 def test_threads_take_turns(llm: Moespac) -> None:
-    """The last one that starts wins; nobody gets a wrong text."""
-    expected = {prompt: llm.generate(prompt, 12) for prompt in ("The heron", "def f(x):", "Chapter 2")}
+    """A text that starts ends the others; nobody gets a text by another one's grammar."""
+    words = ("heron " * 4, "river " * 4, "stone " * 4)
     texts: list[tuple[str, str]] = []
     refused: list[str] = []
 
-    def ask(prompt: str) -> None:
-        for _ in range(4):
+    def ask(words: str) -> None:
+        for _ in range(8):
             try:
-                texts.append((prompt, llm.generate(prompt, 12)))
+                texts.append((words, llm.generate("The", grammar=f'root ::= "{words}"')))
             except RuntimeError as error:
                 refused.append(str(error))
 
-    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in expected]
+    threads = [threading.Thread(target=ask, args=(word,)) for word in words]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(texts) + len(refused) == 12 and texts
-    assert all(len(text) > 5 for _, text in texts)
+    assert len(texts) + len(refused) == 24 and texts
+    assert all(wanted == got for wanted, got in texts)
     assert all("cannot go on" in sentence for sentence in refused)
-    assert llm.generate("The heron", 12)[:5] == expected["The heron"][:5]
+    assert llm.generate("The", grammar='root ::= "end"') == "end"
 
 
 def test_two_models_in_one_process(llm: Moespac) -> None:
