@@ -29,7 +29,6 @@ from llama_cpp.llama_types import (
 )
 
 from moespac_llamacpp import formats
-from moespac_llamacpp.catalog import HubFile
 from moespac_llamacpp.chat import Spoken, Turn, turn_of
 from moespac_llamacpp.decoder import Decoder, Report, StopText
 from moespac_llamacpp.engine import TINY_MODEL, Options, Progress, find_device, open_decoder, silent
@@ -132,7 +131,8 @@ class Moespac:
         draft_filename: str | None = None,
         **options: Any,
     ) -> Moespac:
-        """Files of the Hugging Face hub, fetched unless they are in its cache; of a split model the first part names all.
+        """Files of the Hugging Face hub, fetched unless they are in its cache; of a split model the first part names all. A name
+        may have wildcards, if they match one model.
 
         FetchError: a file cannot be had; else as the constructor."""
         if (draft_repo_id is None) != (draft_filename is None):
@@ -503,8 +503,9 @@ class Moespac:
 
 def _fetch(repo_id: str, filename: str) -> Path:
     from moespac_llamacpp.fetch import fetch
+    from moespac_llamacpp.hubname import match
 
-    file = HubFile(repo_id, filename)
+    file = match(repo_id, filename)
     first, *_ = [fetch(file, name) for name in file.parts]
     return first
 

@@ -445,7 +445,7 @@ def test_a_model_of_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.Monke
         assert isinstance(hub, Hub)
         script = (
             "from moespac_llamacpp import Moespac\n"
-            "with Moespac.from_pretrained('test/tiny-GGUF', 'tiny.gguf', draft_repo_id='test/draft-GGUF', "
+            "with Moespac.from_pretrained('test/tiny-GGUF', '*ny.gguf', draft_repo_id='test/draft-GGUF', "
             "draft_filename='draft.gguf', n_ctx=256, n_threads=1) as llm:\n"
             "    print(llm.generate('The heron', 5), llm.decoder.length.draft_max)\n"
             "try:\n"

@@ -27,7 +27,7 @@ def host_bytes() -> int:
 
 def grown(n_steps: int) -> tuple[float, int, int]:
     """(MiB of host memory, bytes on the device, steps) between a third of the steps and all of them."""
-    load = LoadOptions(TARGET, 512, threads=1, device="CPU", cache_share=0.25, draft_model=DRAFT, draft_max=4)
+    load = LoadOptions(TARGET, ctx=512, threads=1, device="CPU", cache_share=0.25, draft_model=DRAFT, draft_max=4)
     steps = turn = 0
     marks: list[tuple[int, int]] = []
     with session(load) as decoder:
