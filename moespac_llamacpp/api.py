@@ -540,6 +540,6 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
             kinds = {part.get("type") for part in content} - {"text"}
             if kinds:
                 raise ValueError(f"a message has a part of type {kinds.pop()!r}: this is a model of text alone")
-            content = "".join(part["text"] for part in content)
+            content = "".join(str(part.get("text", "")) for part in content)
         plain.append({**message, "content": content if content is not None else ""})
     return plain

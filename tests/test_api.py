@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -303,10 +304,12 @@ def test_wishes_that_cannot_be_met_are_one_sentence() -> None:
         (([TOOL], named, None), "tool_choice asks for 'other', but the tools are look_up"),
         ((None, "required", None), "tool_choice asks for a tool, but there are no tools"),
         (([TOOL], "sometimes", None), "tool_choice is none, auto, required or a function's name, not 'sometimes'"),
+        (([{"name": "f"}], "auto", None), 'a tool is {"type": "function", "function": {"name": …, "parameters": …}}'),
+        (([TOOL], {"function": "f"}, None), "tool_choice asks for 'None', but the tools are look_up"),
         ((None, None, {"type": "xml"}), "response_format is text, json_object or json_schema, not 'xml'"),
         ((None, None, {"type": "json_schema"}), "response_format json_schema needs a schema"),
     ):
-        with pytest.raises(ValueError, match=f"^{sentence}"):
+        with pytest.raises(ValueError, match="^" + re.escape(sentence)):
             demand(*arguments)  # type: ignore[arg-type]
 
 
