@@ -26,15 +26,17 @@ def host_bytes() -> int:
 
 
 def grown(n_steps: int) -> tuple[float, int, int]:
-    """(MiB of host memory, bytes on the device, steps) between a third of the steps and all of them."""
+    """(MiB of host memory, bytes on the device, steps). Host: from a third of the steps on; device: from the start.
+
+    What the policy remembers is allocated in the first steps, and slots may move between layers within the first budget."""
     load = LoadOptions(TARGET, ctx=512, threads=1, device="CPU", cache_share=0.25, draft_model=DRAFT, draft_max=4)
-    steps = turn = 0
-    marks: list[tuple[int, int]] = []
+    steps = turn = before = 0
     with session(load) as decoder:
         experts = decoder.context.experts
         assert experts is not None
         for width in WIDTHS:  # each has a graph that is kept
             decoder.context.decode([5] * width)
+        on_device = experts.device_bytes()
         chat = Chat(decoder)
         while steps < n_steps:
             for _ in chat.say(f"{turn}: {QUESTION}", 120):
@@ -43,19 +45,18 @@ def grown(n_steps: int) -> tuple[float, int, int]:
             steps += chat.decoder.report.n_steps
             if chat.decoder.context.n_past > 300:
                 chat.clear()
-            if not marks and steps > n_steps // 3:
-                marks.append((host_bytes(), experts.device_bytes()))
-        marks.append((host_bytes(), experts.device_bytes()))
-    return (marks[1][0] - marks[0][0]) / MIB, marks[1][1] - marks[0][1], steps
+            if not before and steps > n_steps // 3:
+                before = host_bytes()
+        return (host_bytes() - before) / MIB, experts.device_bytes() - on_device, steps
 
 
 def test_memory_does_not_grow_in_a_long_chat() -> None:
     """Short: a leak of two kilobytes a step would show."""
-    host, device, steps = grown(1200)
-    assert host < 1.5 and device == 0, (host, device, steps)
+    host, device, steps = grown(2400)
+    assert host < 2.5 and device <= 0, (host, device, steps)
 
 
 @pytest.mark.full
 def test_memory_does_not_grow_in_ten_thousand_steps() -> None:
     host, device, steps = grown(10_000)
-    assert host < 3 and device == 0, (host, device, steps)
+    assert host < 3 and device <= 0, (host, device, steps)

@@ -4,7 +4,8 @@ Words of the vocabulary form two chains. The *main* chain is the text: each word
 to be wrong, it believes in a word of the *decoy* chain instead, and goes on there until it is corrected; decoys have routing of
 their own. No word occurs twice in the main chain, so a measured text is never one that was seen before.
 
-Routing replays a trace lap by lap, perturbed: a token chooses what its trace token chose, in which one or two experts a layer are
+Routing replays a trace lap by lap, perturbed. Each lap is of a *variant* of the trace, in which some experts of each layer have
+changed places, so that frequencies drift. And a token chooses what its trace token chose, in which one or two experts a layer are
 replaced, by the *atom* of its lap and by one of its own. An atom names, for some layers, an expert drawn from the layer's own
 frequencies, which every token of the atom chooses in place of its lowest-ranked one.
 """
@@ -22,6 +23,9 @@ from moespac_llamacpp.synth.shapes import Shape
 Ids = NDArray[np.int32]
 #: Of the experts per layer, about so many are replaced by an atom of each kind.
 PERTURB = 0.05
+#: Share of a layer's experts that change places in a variant, so that laps differ as much as the two halves of the trace of
+#: Qwen3-30B-A3B do (docs/comparison.md); and how many variants there are, room permitting.
+DRIFT, N_VARIANT = 0.1, 6
 #: The draft is wrong at exact shares of so many words, so that short texts have the acceptance that was asked for.
 BLOCK = 20
 MAIN_SHARE = 2 / 3
@@ -29,7 +33,8 @@ MAIN_SHARE = 2 / 3
 
 @dataclass(frozen=True)
 class Plan:
-    """chain, decoys: word ids in order, each a cycle. base: int16 [n_base, layer, k] in rank order, what trace tokens choose.
+    """chain, decoys: word ids in order, each a cycle. base: int16 [n_base, layer, k] in rank order, what the tokens of the trace
+    and of its variants choose.
     boost: int16 [n_atom, layer], an expert or -1. Of each token of the vocabulary, int32 [n_vocab]: base_of, lap_atom,
     own_atom."""
 
@@ -158,26 +163,41 @@ def make_plan(shape: Shape, words: range, trace: Path | None, n_direction: int, 
     """n_direction: how many base tokens and atoms the embedding has room for (weights.py). ValueError: no trace, or too few."""
     rng = np.random.default_rng(seed)
     base, routing = fit_trace(trace, shape, rng) if trace else synthetic_trace(shape, rng)
-    base = base[: min(len(base), 256, n_direction // 2)]
+    lap = min(len(base), 256, n_direction // 2)
+    base = base[:lap]
+    n_variant = max(1, min(N_VARIANT, n_direction // 2 // lap))
+    base = np.concatenate([base, *(_drifted(base, shape.n_expert, rng) for _ in range(n_variant - 1))])
     n_atom = n_direction - len(base)
     boost = _atoms(base, shape.n_expert, n_atom, rng)
     order = np.array(words, np.int32)
     n_main = int(len(order) * MAIN_SHARE)
     n_vocab = shape.n_vocab
-    place = np.arange(n_vocab, dtype=np.int32) - words.start
-    lap_atom = rng.integers(0, n_atom // 4, n_vocab // len(base) + 2)[np.maximum(place, 0) // len(base)]
+    place = np.maximum(np.arange(n_vocab) - words.start, 0)
+    n_lap = n_vocab // lap + 1
+    variant = np.cumsum(rng.integers(1, max(2, n_variant), n_lap)) % n_variant  # never the same one twice in a row
+    lap_atom = rng.integers(0, n_atom // 4, n_lap)[place // lap]
     return Plan(
         chain=order[:n_main],
         decoys=order[n_main:],
         base=base,
         boost=boost,
-        base_of=np.asarray(place % len(base), np.int32),
+        base_of=np.asarray(variant[place // lap] * lap + place % lap, np.int32),
         lap_atom=np.asarray(lap_atom, np.int32),
         own_atom=rng.integers(n_atom // 4, n_atom, n_vocab, dtype=np.int32),
         layers=np.array(shape.moe_layers, np.int32),
         n_expert=shape.n_expert,
         routing=routing,
     )
+
+
+def _drifted(base: NDArray[np.int16], n_expert: int, rng: np.random.Generator) -> NDArray[np.int16]:
+    """The same routing with DRIFT of each layer's experts in each other's places."""
+    places = np.tile(np.arange(n_expert, dtype=np.int16), (base.shape[1], 1))
+    n = round(DRIFT * n_expert)
+    for layer in places:
+        chosen = rng.permutation(n_expert)[:n]
+        layer[chosen] = np.roll(chosen, 1)
+    return np.asarray(np.take_along_axis(places[None], base.astype(np.int64), axis=2), np.int16)
 
 
 def _atoms(base: NDArray[np.int16], n_expert: int, n_atom: int, rng: np.random.Generator) -> NDArray[np.int16]:
