@@ -482,6 +482,7 @@ def test_a_policy_learns_from_every_batch_but_one_that_was_read_anew(
             monkeypatch.setattr(context, "rollback", lambda n_past: n_past == 0 and Context.rollback(context, 0))
         prompt = pair.target.tokenize(PROMPTS[0])
         tokens = list(decoder.generate(prompt, 40))
+        residency.join()
         assert len(tokens) > 10 and seen[0] == min(len(prompt), 32)
         assert residency.n_moves > 0
         if not fails:
