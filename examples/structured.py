@@ -19,8 +19,9 @@ SCHEMA: dict[str, Any] = {
 
 
 def main(target: str | None = None, draft: str | None = None) -> None:
-    paths = {"model_path": target} if target else {}
-    with Moespac(**paths, draft_model=draft, n_ctx=512) as llm:
+    # the bundled model is too small for several threads
+    options: dict[str, Any] = {"model_path": target} if target else {"n_threads": 1}
+    with Moespac(**options, draft_model=draft, n_ctx=512) as llm:
         messages = [{"role": "user", "content": 'What does "heron" mean?'}]
         for _ in range(2):  # the second time the prompt's KV is there already
             answer = json.loads(llm.generate(messages, max_tokens=100, json_schema=SCHEMA))

@@ -29,7 +29,6 @@ from llama_cpp.llama_types import (
 )
 
 from moespac_llamacpp import formats
-from moespac_llamacpp.catalog import HubFile
 from moespac_llamacpp.chat import Spoken, Turn, turn_of
 from moespac_llamacpp.decoder import Decoder, Report, StopText
 from moespac_llamacpp.engine import TINY_MODEL, Options, Progress, find_device, open_decoder, silent
@@ -65,6 +64,7 @@ class Piece:
     text: str
     first: int
     last: int
+    report: Report
 
 
 class _Watch:
@@ -131,7 +131,8 @@ class Moespac:
         draft_filename: str | None = None,
         **options: Any,
     ) -> Moespac:
-        """Files of the Hugging Face hub, fetched unless they are in its cache; of a split model the first part names all.
+        """Files of the Hugging Face hub, fetched unless they are in its cache; of a split model the first part names all. A name
+        may have wildcards, if they match one model.
 
         FetchError: a file cannot be had; else as the constructor."""
         if (draft_repo_id is None) != (draft_filename is None):
@@ -234,47 +235,50 @@ class Moespac:
         n_top: int | None = None,
         prompt_logprobs: bool = False,
     ) -> Generator[Piece, None, None]:
-        """Generates. n_top: with log-probabilities, and those of so many of the likeliest tokens."""
+        """Generates; the last piece has the end of the report, and maybe no text. n_top: with log-probabilities, and those of so
+        many of the likeliest tokens."""
         stopper = StopText([stop] if isinstance(stop, str) else stop or [])
         characters = codecs.getincrementaldecoder("utf-8")("ignore")
-        said, starts, n_done = b"", [0], 0  # what is certain; where tokens start; tokens that pieces have
-        with self._lock:
+        said, starts, n_done, stopped = (
+            b"",
+            [0],
+            0,
+            False,
+        )  # what is certain; where tokens start; tokens that pieces have
+        self._watch.look()
+        with self._lock:  # from the law to the first token, or another thread could set another law between them
             decoder = self._open()
             model, experts = decoder.context.model, decoder.context.experts
             decoder.sample_by(sampling, _gbnf(grammar))
             if experts:
                 experts.reset_perf()
-            decoder.report = report = Report(n_prompt=len(prompt))
             tokens = decoder.generate(
                 prompt, max_tokens or 0, logprobs=n_top is not None, n_top=n_top or 0, prompt_logprobs=prompt_logprobs
             )
+            token = next(tokens, None)
+            report = decoder.report
         try:
-            while True:
-                self._watch.look()
-                with self._lock:  # the whole step, if another thread wants to start a text
-                    token = next(tokens, None)
-                    report = decoder.report
-                if token is None:
-                    break
+            while token is not None and not stopped:
                 raw = model.piece(token)
                 starts.append(starts[-1] + len(raw))
                 sure, stopped = stopper.feed(raw)
                 said += sure
-                last = len(starts) - 1
                 if stopped:
                     report.finish_reason = "stop"
-                    last = next((i for i, start in enumerate(starts[:-1]) if start >= len(said)), last)
-                piece = characters.decode(sure)
-                if piece or stopped:
-                    yield Piece(piece, n_done, max(n_done, last))
-                    n_done = max(n_done, last)
-                if stopped:
-                    return
-            rest = stopper.rest()
-            said += rest
-            piece = characters.decode(rest, final=True)
-            if piece or n_done < report.n_generated:
-                yield Piece(piece, n_done, report.n_generated)
+                elif piece := characters.decode(sure):
+                    yield Piece(piece, n_done, len(starts) - 1, report)
+                    n_done = len(starts) - 1
+                if not stopped:
+                    self._watch.look()
+                    with self._lock:  # a whole step, if another thread wants to start a text
+                        token = next(tokens, None)
+            last = report.n_generated
+            if stopped:  # tokens of a stop string are not in the text
+                last = max(n_done, sum(start < len(said) for start in starts[:-1]))
+            else:
+                sure = stopper.rest()
+                said += sure
+            yield Piece(characters.decode(sure, final=True), n_done, last, report)
         finally:
             with self._lock:
                 tokens.close()
@@ -360,20 +364,19 @@ class Moespac:
         echo: bool,
         logs: bool,
     ) -> Generator[CreateCompletionResponse, None, None]:
-        """Chunks: the prompt if it is wanted, a piece each, and the end."""
-        decoder = self._open()
-        model, offset, shown = decoder.context.model, 0 if echo else len(text), not echo
+        """Chunks: the prompt if it is wanted, a piece each, and the end, with usage."""
+        model, offset = self._open().context.model, len(text)
         with closing(pieces):
             for piece in pieces:
-                report = decoder.report
-                if not shown:
-                    shown = True
-                    logprobs = None
-                    if logs:  # nothing comes before the first token, so it has none
-                        values, tops = [None, *report.prompt_logprobs], [None, *report.prompt_top_logprobs]
-                        logprobs = formats.completion_logprobs(model, prompt, values, tops, 0)
-                        offset = len(text)
+                report = piece.report
+                if echo:
+                    echo = False
+                    # nothing comes before the first token, so it has no probability
+                    values, tops = [None, *report.prompt_logprobs], [None, *report.prompt_top_logprobs]
+                    logprobs = formats.completion_logprobs(model, prompt, values, tops, 0) if logs else None
                     yield formats.completion(head, text, logprobs)
+                if not piece.text and piece.first == piece.last:
+                    continue
                 at = slice(piece.first, piece.last)
                 logprobs = None
                 if logs:
@@ -382,9 +385,9 @@ class Moespac:
                     )
                 offset += len(piece.text)
                 yield formats.completion(head, piece.text, logprobs)
-        if not shown:
-            yield formats.completion(head, text)
-        yield formats.completion(head, "", finish_reason=decoder.report.finish_reason)
+        end = formats.completion(head, "", finish_reason=report.finish_reason)
+        end["usage"] = formats.usage(report)
+        yield end
 
     def _whole(self, head: formats.Head, chunks: list[CreateCompletionResponse]) -> CreateCompletionResponse:
         """The chunks put together."""
@@ -396,7 +399,7 @@ class Moespac:
             logprobs = {name: [value for part in parts for value in part[name]] for name in names}  # type: ignore[literal-required]
         text = "".join(choice["text"] for choice in choices)
         whole = formats.completion(head, text, logprobs, choices[-1]["finish_reason"])
-        whole["usage"] = formats.usage(self.decoder.report)
+        whole["usage"] = chunks[-1]["usage"]
         return whole
 
     def create_chat_completion(
@@ -456,10 +459,10 @@ class Moespac:
             return self._chat_chunks(head, pieces, wanted, logs is not None)
         with closing(pieces):
             parts = list(pieces)
-        report = self.decoder.report
+        end = parts[-1]
         content, calls = read_calls("".join(part.text for part in parts), wanted)
-        log = self._chat_logs(0, parts[-1].last if parts else 0) if logs is not None else None
-        return formats.chat_completion(head, report, content, calls, log)
+        log = self._chat_logs(end.report, 0, end.last) if logs is not None else None
+        return formats.chat_completion(head, end.report, content, calls, log)
 
     def _chat_chunks(
         self, head: formats.Head, pieces: Generator[Piece, None, None], wanted: Demand, logs: bool
@@ -474,10 +477,10 @@ class Moespac:
                     started = True
                     yield formats.chat_chunk(head, {"role": "assistant"})
                 text += piece.text
-                log = self._chat_logs(piece.first, piece.last) if logs else None
+                log = self._chat_logs(piece.report, piece.first, piece.last) if logs else None
                 sure, found = (b"", False) if in_call else finder.feed(piece.text.encode())
                 in_call |= found
-                if sure or log is not None:
+                if sure or (log is not None and piece.first < piece.last):
                     yield formats.chat_chunk(head, {"content": sure.decode()}, log)
         calls: list[dict[str, Any]] = []
         if in_call:
@@ -488,20 +491,21 @@ class Moespac:
                 yield formats.chat_chunk(head, delta)
         elif rest := finder.rest():
             yield formats.chat_chunk(head, {"content": rest.decode()})
-        reason = "tool_calls" if calls else self.decoder.report.finish_reason
+        reason = "tool_calls" if calls else piece.report.finish_reason
         yield formats.chat_chunk(head, {}, finish_reason=reason)
 
-    def _chat_logs(self, first: int, last: int) -> Any:
-        report, at = self.decoder.report, slice(first, last)
+    def _chat_logs(self, report: Report, first: int, last: int) -> Any:
+        at = slice(first, last)
         return formats.chat_logprobs(
-            self.decoder.context.model, report.tokens[at], report.logprobs[at], report.top_logprobs[at]
+            self._open().context.model, report.tokens[at], report.logprobs[at], report.top_logprobs[at]
         )
 
 
 def _fetch(repo_id: str, filename: str) -> Path:
     from moespac_llamacpp.fetch import fetch
+    from moespac_llamacpp.hubname import match
 
-    file = HubFile(repo_id, filename)
+    file = match(repo_id, filename)
     first, *_ = [fetch(file, name) for name in file.parts]
     return first
 
@@ -536,6 +540,6 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
             kinds = {part.get("type") for part in content} - {"text"}
             if kinds:
                 raise ValueError(f"a message has a part of type {kinds.pop()!r}: this is a model of text alone")
-            content = "".join(part["text"] for part in content)
+            content = "".join(str(part.get("text", "")) for part in content)
         plain.append({**message, "content": content if content is not None else ""})
     return plain

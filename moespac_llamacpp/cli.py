@@ -80,7 +80,7 @@ def trace(
     """Record which experts the routers choose while a prompt is continued."""
     if not out.parent.is_dir():
         raise fail(f"{out.parent}: there is no such folder")
-    load = LoadOptions(model, ctx, threads=threads, cache_share=0.0, policy="static", draft=DraftKind.none)
+    load = LoadOptions(model, ctx=ctx, threads=threads, cache_share=0.0, policy="static", draft=DraftKind.none)
     with session(load) as decoder:
         assert decoder.context.experts is not None
         decoder.all_logits = True

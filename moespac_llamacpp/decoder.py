@@ -53,9 +53,7 @@ class Report:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of `tokens`, natural, the target's own; if asked for
     top_logprobs: list[Top] = field(default_factory=list)  # of the places of `tokens`; if asked for
-    prompt_logprobs: list[float] = field(
-        default_factory=list
-    )  # of all tokens of the prompt but the first; if asked for
+    prompt_logprobs: list[float] = field(default_factory=list)  # of the prompt's tokens but the first; if asked for
     prompt_top_logprobs: list[Top] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)  # sentences for the user, each said once per decoder
 

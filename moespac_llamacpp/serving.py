@@ -123,9 +123,9 @@ class Server:
             self.requests[kind, "refused"] += 1
             code = "context_length_exceeded" if isinstance(error, PromptError) else None
             return failure(400, str(error), "invalid_request_error", code)
-        except RuntimeError as error:
+        except Exception as error:  # the server goes on
             self.requests[kind, "failed"] += 1
-            return failure(500, str(error), "server_error")
+            return failure(500, f"{type(error).__name__}: {error}", "server_error")
         if first is None:  # the client has gone
             self.requests[kind, "aborted"] += 1
             return Response(status_code=499)
@@ -158,9 +158,9 @@ class Server:
                 yield f"data: {json.dumps(item)}\n\n"
             yield "data: [DONE]\n\n"
             outcome = "done"
-        except (ValueError, RuntimeError) as error:
+        except Exception as error:
             outcome = "failed"
-            yield f"data: {json.dumps(error_object(str(error), 'server_error'))}\n\n"
+            yield f"data: {json.dumps(error_object(f'{type(error).__name__}: {error}', 'server_error'))}\n\n"
         finally:
             self.requests[kind, outcome] += 1
             await items.aclose()

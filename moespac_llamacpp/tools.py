@@ -32,10 +32,14 @@ def demand(
     tools: Sequence[Mapping[str, Any]] | None, choice: object, response_format: Mapping[str, Any] | None
 ) -> Demand:
     """ValueError: a tool that is not there, or an unknown format."""
+    for tool in tools or ():
+        if not isinstance(tool.get("function"), Mapping) or not isinstance(tool["function"].get("name"), str):
+            raise ValueError('a tool is {"type": "function", "function": {"name": …, "parameters": …}}')
     if not tools and choice not in (None, "none", "auto"):
         raise ValueError("tool_choice asks for a tool, but there are no tools")
     if isinstance(choice, Mapping):
-        name = str(choice.get("function", {}).get("name"))
+        function = choice.get("function")
+        name = str(function.get("name") if isinstance(function, Mapping) else None)
         return Demand(from_json_schema(_parameters(_find(tools or (), name))), forced=name)
     if choice == "required":
         calls = [

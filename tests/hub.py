@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import re
 import threading
 from collections.abc import Iterator
@@ -48,7 +49,23 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
+    def list_files(self, repo: str) -> None:
+        names = [key.removeprefix(f"{repo}/") for key in self.hub.files if key.startswith(f"{repo}/")]
+        if not names:
+            return self.refuse(401, "RepoNotFound")
+        data = json.dumps([{"type": "file", "path": name, "size": 1, "oid": "0" * 40} for name in names]).encode()
+        self.hub.requests.append((self.command, repo, 0))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+        return None
+
     def answer(self, body: bool) -> None:
+        listed = re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/main", self.path.partition("?")[0])
+        if listed is not None:
+            return self.list_files(listed[1])
         found = re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", self.path.partition("?")[0])
         if found is None:
             return self.refuse(404, "RepoNotFound")

@@ -14,6 +14,7 @@ import pytest
 
 from hub import TOKEN, Hub, start_hub
 from moespac_llamacpp.catalog import CatalogError, HubFile, bundled_catalog, find, read_catalog
+from moespac_llamacpp.hubname import choose
 from pair import DRAFT, TARGET
 
 LINES = """
@@ -203,3 +204,42 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, words: str) ->
     path.write_text("# mine\n" + line)
     with pytest.raises(CatalogError, match=words):
         read_catalog(path)
+
+
+# --- as llama.cpp names them -----------------------------------------------------------------------------------------------
+
+
+def test_a_repository_and_a_quant_name_a_file(moespac: Run, hub: Hub) -> None:
+    target, draft = TARGET.read_bytes(), DRAFT.read_bytes()
+    hub.files = {
+        "own/moe-GGUF/moe-Q4_K_M.gguf": target,
+        "own/moe-GGUF/moe-IQ2_M.gguf": b"GGUF",
+        "own/d-GGUF/d-q8_0.gguf": draft,
+    }
+    short = ("generate", "The heron", "-n", "8", "-t", "1", "-c", "256")
+    done = moespac(*short, "-hf", "own/moe-GGUF", "-hfd", "own/d-GGUF:Q8_0")
+    assert done.returncode == 0 and "drafted tokens accepted" in done.stderr, done.stderr
+    fetched = {name for method, name, _ in hub.requests if method == "GET" and name.endswith(".gguf")}
+    assert fetched == {"own/moe-GGUF/moe-Q4_K_M.gguf", "own/d-GGUF/d-q8_0.gguf"}
+    again = moespac(*short, "-hf", "own/moe-GGUF:q4_k_m", "--draft", "none", HF_HUB_OFFLINE="1")
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_repository_that_lacks_it_is_one_sentence(moespac: Run, hub: Hub) -> None:
+    hub.files = {"own/moe-GGUF/moe-IQ2_M.gguf": b"GGUF"}
+    for name, words in (
+        ("own/moe-GGUF:Q6_K", "own/moe-GGUF: it has no GGUF file of Q6_K; it has moe-IQ2_M.gguf"),
+        ("own/other", "own/other: there is no such repository, or it is private"),
+        ("moe", "'moe' is not owner/repository[:quant], nor owner/repository/file.gguf"),
+    ):
+        assert words in sentence(moespac("generate", "x", "-hf", name))
+    assert "HF_HUB_OFFLINE forbids the network" in sentence(
+        moespac("generate", "x", "-hf", "own/x", HF_HUB_OFFLINE="1")
+    )
+
+
+def test_the_first_part_of_a_split_model_stands_for_it() -> None:
+    names = ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "mmproj-Q8_0.gguf", "a/m-Q4_K_M.gguf"]
+    assert choose(names, "q8_0") == "m-Q8_0-00001-of-00002.gguf"
+    assert choose(names, "Q4_K_M") == "a/m-Q4_K_M.gguf" == choose(names, "")
+    assert choose(names, "Q2_K") is None

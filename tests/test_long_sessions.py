@@ -29,7 +29,7 @@ def grown(n_steps: int) -> tuple[float, int, int]:
     """(MiB of host memory, bytes on the device, steps). Host: from a third of the steps on; device: from the start.
 
     What the policy remembers is allocated in the first steps, and slots may move between layers within the first budget."""
-    load = LoadOptions(TARGET, 512, threads=1, device="CPU", cache_share=0.25, draft_model=DRAFT, draft_max=4)
+    load = LoadOptions(TARGET, ctx=512, threads=1, device="CPU", cache_share=0.25, draft_model=DRAFT, draft_max=4)
     steps = turn = before = 0
     with session(load) as decoder:
         experts = decoder.context.experts

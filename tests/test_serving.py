@@ -50,12 +50,14 @@ def serving(llm: Moespac, **options: Any) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    defaults = {"temperature": 0.0}
-    with (
-        Moespac(TARGET, draft_model=DRAFT, draft_fixed=True, **(SMALL | {"n_ctx": 4096})) as llm,
-        serving(llm, name="tiny", defaults=defaults) as url,
-    ):
+def llm() -> Iterator[Moespac]:
+    with Moespac(TARGET, draft_model=DRAFT, draft_fixed=True, **(SMALL | {"n_ctx": 4096})) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def url(llm: Moespac) -> Iterator[str]:
+    with serving(llm, name="tiny", defaults={"temperature": 0.0}) as url:
         yield url
 
 
@@ -148,6 +150,24 @@ def test_refusals_are_openais_errors(client: Any, url: str) -> None:
     assert httpx.post(f"{url}/v1/chat/completions", content=b"{").status_code == 400
     assert httpx.get(f"{url}/v1/embeddings").status_code == 404
     assert client.completions.create(model="tiny", prompt="The heron", max_tokens=2).choices[0].text
+
+
+def test_a_failure_is_told_and_the_server_goes_on(client: Any, llm: Moespac, monkeypatch: pytest.MonkeyPatch) -> None:
+    context, left = llm.decoder.context, [3]
+
+    def failing(tokens: list[int], *, all_logits: bool = False) -> Any:
+        left[0] -= 1
+        if left[0] <= 0:
+            raise RuntimeError("decoding 1 tokens failed with code -3: no memory")
+        return type(context).decode(context, tokens, all_logits=all_logits)
+
+    monkeypatch.setattr(context, "decode", failing)
+    for stream in (True, False):
+        left[0] = 3 if stream else 1
+        with pytest.raises(openai.APIError, match="RuntimeError: decoding 1 tokens failed with code -3: no memory"):
+            list(client.completions.create(model="tiny", prompt="The heron", max_tokens=20, stream=stream))
+    monkeypatch.undo()
+    assert client.completions.create(model="tiny", prompt="The heron", max_tokens=20).choices[0].text
 
 
 def test_a_second_turn_reuses_the_first(client: Any, url: str) -> None:

@@ -117,11 +117,11 @@ def pull_command(
             files = [file for file in (entry.target, entry.draft) if file]
     except (CatalogError, ValueError) as error:
         raise fail(error) from error
-    paths = [_pull(file, check) for file in files]
+    paths = [pull(file, check) for file in files]
     typer.echo("\n".join(map(str, paths)))
 
 
-def _pull(file: HubFile, check: bool) -> Path:
+def pull(file: HubFile, check: bool = False) -> Path:
     """Fetches and verifies all parts; the path of the first."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
 

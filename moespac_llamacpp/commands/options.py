@@ -38,6 +38,17 @@ class LoadOptions:
         Path,
         typer.Option("--model", "-m", help="GGUF file or name (see models) of the target (default: the bundled one)."),
     ] = TINY_MODEL
+    hf_repo: Annotated[
+        str | None,
+        typer.Option(
+            "--hf-repo",
+            "-hf",
+            help="owner/repository[:quant] on the Hugging Face hub, instead of -m; fetched if need be.",
+        ),
+    ] = None
+    hf_repo_draft: Annotated[
+        str | None, typer.Option("--hf-repo-draft", "-hfd", help="The same for the draft model, instead of -md.")
+    ] = None
     ctx: Annotated[int, typer.Option("--ctx", "-c", min=0, help="Context length in tokens, 0: as trained.")] = 0
     batch: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Tokens of a prompt handed over at once.")] = (
         2048

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import typer
 
 from moespac_llamacpp import native
-from moespac_llamacpp.commands.models import resolve
+from moespac_llamacpp.commands.models import Resolved, pull, resolve
 from moespac_llamacpp.commands.options import DraftKind, LoadOptions, SamplingOptions
 from moespac_llamacpp.commands.shared import fail, find_device, progress
 from moespac_llamacpp.decoder import Decoder
@@ -20,7 +21,9 @@ from moespac_llamacpp.models import capture_log
 
 def settle(load: LoadOptions) -> Options:
     """The options with the files that a model's name stands for. typer.Exit after a sentence: they are not there."""
-    given = resolve(load.model)
+    given = Resolved(from_hub(load.hf_repo)) if load.hf_repo else resolve(load.model)
+    if load.hf_repo_draft:
+        load = replace(load, draft_model=from_hub(load.hf_repo_draft))
     draft = load.draft
     if draft is None and given.named and not (load.draft_model or given.draft):
         draft = DraftKind.ngram
@@ -54,6 +57,18 @@ def settle(load: LoadOptions) -> Options:
         n_keep=load.keep,
         telemetry=load.telemetry,
     )
+
+
+def from_hub(name: str) -> Path:
+    """The local path of what -hf names. typer.Exit after a sentence: it cannot be had."""
+    from moespac_llamacpp.fetch import FetchError, local
+    from moespac_llamacpp.hubname import find
+
+    try:
+        file = find(name)
+    except (FetchError, ValueError) as error:
+        raise fail(error) from error
+    return local(file) or pull(file)
 
 
 @contextmanager
