@@ -34,8 +34,8 @@ moe_kernel moe_kernel_for(ggml_type type, bool allow_own = true);
 // The instruction set in force: "avx512-vnni", "avx2" or "none". (BF16 alone has more where the machine has more.)
 const char * moe_kernel_isa();
 
-// For tests: allow nothing above level (0 none, 1 avx2, 2 avx512-vnni, 3 avx512-bf16 for BF16). Returns the level in force, which is lower if
-// the machine cannot do more. Kernels that were handed out before stay what they are.
+// For tests: allow nothing above level (0 none, 1 avx2, 2 avx512-vnni, 3 avx512-bf16 for BF16). Returns the level in force,
+// which is lower if the machine cannot do more. Kernels that were handed out before stay what they are.
 int moe_kernel_set_isa_limit(int level);
 
 // For benchmarks: kernels that prefetch do so at this multiple of their distance; 0 turns it off.
