@@ -28,16 +28,19 @@ class Sample:
     launch: NDArray[np.float64]
     cold: NDArray[np.float64]
     wait: NDArray[np.float64]
+    hot: NDArray[np.float64]
 
     def track(self, rates: Rates) -> None:
-        """The device's time is known where the CPU waited for it: from its launch to the end of that wait."""
+        """In-stream, the device tells its time (`hot`). Portable, it is known where the CPU waited for it: from its launch to the end
+        of that wait."""
         on_cpu = (self.cold_experts > 0) & (self.cold > 0)
         if on_cpu.any():
             rates.track_cpu(self.cold[on_cpu], self.cold_experts[on_cpu], self.cold_pairs[on_cpu])
-        on_device = (self.hot_pairs > 0) & (self.wait > WAITED * self.cold)
+        told = self.hot > 0
+        on_device = (self.hot_pairs > 0) & (told | (self.wait > WAITED * self.cold))
         if on_device.any():
             rates.track_device(
-                (self.launch + self.cold + self.wait)[on_device],
+                np.where(told, self.hot, self.launch + self.cold + self.wait)[on_device],
                 self.n_calls[on_device],
                 self.hot_experts[on_device],
                 self.hot_pairs[on_device],
@@ -56,6 +59,7 @@ class Meter:
         "us_launch",
         "us_cold",
         "us_wait",
+        "us_hot",
     )
 
     def __init__(self, experts: native.Experts) -> None:

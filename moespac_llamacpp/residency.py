@@ -104,6 +104,15 @@ class Residency:
         self._moves_left: int = 0
         self._bytes_left = 0.0
         self._n_plans = 0
+        self._complete = False
+
+    @property
+    def complete(self) -> bool:
+        """Is every expert resident? Then there is nothing to observe and nothing to plan, and a step costs nothing."""
+        if not self._complete and bool((self.n_slots >= self.n_expert).all()):
+            here = self.experts.states_table() == native.RESIDENT
+            self._complete = int(here.sum()) == int(self.n_expert.sum())
+        return self._complete
 
     @property
     def worker_seconds(self) -> float:
@@ -142,6 +151,8 @@ class Residency:
 
     def step(self) -> None:
         """Observes the last decode by its counts and starts moves. What has landed becomes visible."""
+        if self.complete:
+            return
         start = time.perf_counter()
         self.window.decoded()
         batch = self._counted()
@@ -154,6 +165,8 @@ class Residency:
         """Tells the policy of the decode of these tokens, with the experts that each of them chose.
 
         ValueError, raised by a later call: tokens or accepted have another length than the decode."""
+        if self.complete:
+            return
         start = time.perf_counter()
         self.window.decoded()
         if self._loading is not None:
@@ -172,6 +185,8 @@ class Residency:
         """Starts a step's moves. n_expect: starts none, but lets so many calls of `expect` share them.
 
         Expect tokens only if time passes before their decode: what lands after it was planned for the wrong batch."""
+        if self.complete:
+            return
         start = time.perf_counter()
         if self._drafting:
             self._worker.join()  # a draft that was interrupted
@@ -197,6 +212,8 @@ class Residency:
 
     def expect(self, tokens: Sequence[int]) -> None:
         """Tokens that the next decode will have, in order, the last accepted one first; starts moves."""
+        if self.complete:
+            return
         start = time.perf_counter()
         self._later(lambda: self._expect(tokens))
         self._hand_over()
@@ -205,6 +222,8 @@ class Residency:
     def publish(self) -> int:
         """Makes what has landed visible, returns how many; to be called right before a decode. Waits for no upload, unless
         `sync_moves`."""
+        if self.complete and not self._jobs and self._asked is None and not self._drafting:
+            return 0
         start = time.perf_counter()
         if self._drafting:
             self._worker.join()  # its moves have started: nobody but the decode uses the context from here

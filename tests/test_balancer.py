@@ -133,7 +133,7 @@ def test_a_measurement_of_nothing_changes_nothing() -> None:
 
 def perf(**values: float) -> Sample:
     """One layer; what is not given is 0."""
-    names = ("n_calls", "cold_experts", "cold_pairs", "hot_experts", "hot_pairs", "launch", "cold", "wait")
+    names = ("n_calls", "cold_experts", "cold_pairs", "hot_experts", "hot_pairs", "launch", "cold", "wait", "hot")
     return Sample(*(np.array([values.get(name, 0.0)]) for name in names))
 
 
@@ -148,6 +148,15 @@ def test_the_device_is_timed_only_where_the_cpu_waited_for_it() -> None:
         perf(**hidden, launch=1e-3, cold=1e-3, wait=2e-3).track(rates)
     device = 16 * rates.device_call + 80 * (rates.device_expert + rates.device_pair)
     assert device == pytest.approx(4e-3, rel=1e-2)
+
+
+def test_a_device_that_tells_its_time_is_believed() -> None:
+    """In-stream the device waits for the CPU: that is none of its own time."""
+    rates = Rates()
+    for _ in range(100):
+        perf(n_calls=16, hot_experts=80, hot_pairs=80, cold_experts=40, cold_pairs=40, cold=5e-3, wait=4e-3, hot=1e-3).track(rates)
+    device = 16 * rates.device_call + 80 * (rates.device_expert + rates.device_pair)
+    assert device == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_times_that_nobody_takes_change_no_rate() -> None:

@@ -387,3 +387,22 @@ def test_a_device_that_has_no_room_for_another_split_keeps_what_it_has(
     experts.set_slots = full  # type: ignore[method-assign]
     residency._follow_demand(np.array([1.0, 9.0]))
     assert residency.n_slots.tolist() == experts.slots == [3, 4] and not residency.resplit
+
+
+def test_where_everything_is_resident_a_step_asks_the_policy_nothing(residency_of: Bench) -> None:
+    experts = FakeExperts(slots=[16, 16])
+    residency = residency_of(experts)
+    assert not residency.complete
+    experts.table[:] = native.RESIDENT
+    experts.table[1, 3] = native.UPLOADING
+    assert not residency.complete
+    experts.table[:] = native.RESIDENT
+    assert residency.complete
+    experts.log.clear()
+    residency.observe([1])
+    residency.plan(2)
+    residency.expect([2])
+    assert residency.publish() == 0
+    residency.step()
+    residency.join()
+    assert experts.log == [] and residency.caller_seconds == 0.0
