@@ -18,9 +18,11 @@ import gguf
 import llama_cpp
 import pytest
 from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
+from typer.testing import CliRunner
 
 from hub import Hub, start_hub
 from moespac_llamacpp import Moespac
+from moespac_llamacpp.cli import app
 from moespac_llamacpp.decoder import PromptError
 from moespac_llamacpp.grammar import GrammarError
 from moespac_llamacpp.models import LoadError
@@ -440,6 +442,19 @@ def test_llama_cpps_options_reach_it() -> None:
         TARGET, draft="none", override_tensor=(r"attn_.*=CPU,output=CPU",), n_threads_batch=1, **SMALL
     ) as moved:
         assert len(moved.generate("The heron stood", 10)) > 10
+
+
+def test_the_command_line_takes_them_by_llama_cpps_names() -> None:
+    given = "-c 512 -t 1 -tb 1 -b 256 -ub 128 -ngl 99 -ngld 99 -fa on -ctk q8_0 -ctv q8_0 -ot attn_.*=CPU --jinja -rea off"
+    done = CliRunner().invoke(app, ["generate", HERON, "--chat", "-n", "8", *given.split()])
+    assert done.exit_code == 0 and done.stdout.startswith("Heron"), done.stderr
+    for option, value, sentence in (
+        ("-ctk", "q3", "the type of the K cache takes f32, f16, bf16, q8_0"),
+        ("-ot", "x=GPU7", "there is no buffer type 'GPU7' for tensors; there are CPU"),
+        ("--chat-template-kwargs", "[1]", "--chat-template-kwargs is a JSON object"),
+    ):
+        done = CliRunner().invoke(app, ["generate", "x", "-t", "1", "--chat", option, value])
+        assert done.exit_code == 1 and done.stdout == "" and f"moespac: {sentence}" in done.stderr
 
 
 def test_a_model_of_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
