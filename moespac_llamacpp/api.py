@@ -239,12 +239,8 @@ class Moespac:
         many of the likeliest tokens."""
         stopper = StopText([stop] if isinstance(stop, str) else stop or [])
         characters = codecs.getincrementaldecoder("utf-8")("ignore")
-        said, starts, n_done, stopped = (
-            b"",
-            [0],
-            0,
-            False,
-        )  # what is certain; where tokens start; tokens that pieces have
+        said, stopped = b"", False  # what is certain
+        starts, n_done = [0], 0  # where tokens start in it; how many tokens pieces have had
         self._watch.look()
         with self._lock:  # from the law to the first token, or another thread could set another law between them
             decoder = self._open()

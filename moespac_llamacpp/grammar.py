@@ -45,6 +45,8 @@ def compile_grammar(model: Model, gbnf: str) -> Grammar:
     if "\0" in gbnf:
         raise GrammarError("the grammar has a zero byte")
     sampler, complaint = _stderr_of(lambda: llama_cpp.llama_sampler_init_grammar(model.vocab, gbnf.encode(), b"root"))
+    if sampler and complaint:  # of somebody else, in another thread
+        os.write(2, complaint.encode())
     if not sampler:
         reason = complaint.partition("error parsing grammar: ")[2].strip().partition("\n")[0]
         reason = reason or "it needs a rule `root`, and no rule may start with itself"

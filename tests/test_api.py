@@ -18,14 +18,16 @@ import gguf
 import llama_cpp
 import pytest
 from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metadata
+from typer.testing import CliRunner
 
 from hub import Hub, start_hub
 from moespac_llamacpp import Moespac
+from moespac_llamacpp.cli import app
 from moespac_llamacpp.decoder import PromptError
 from moespac_llamacpp.grammar import GrammarError
 from moespac_llamacpp.models import LoadError
 from moespac_llamacpp.tools import Demand, demand, read_calls
-from pair import DRAFT, TARGET
+from pair import DRAFT, PROMPTS, TARGET
 from test_chat import HERON, RIVER
 
 QUESTION = [{"role": "user", "content": HERON}]
@@ -40,6 +42,9 @@ TOOL = {
         },
     },
 }
+SURE = PROMPTS[
+    4
+]  # the model is never in doubt how this goes on: no likely tokens are closer than upstream's own rounding
 SMALL: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "cache_share": 0.25}
 
 
@@ -87,7 +92,7 @@ def test_signatures_are_llama_cpp_pythons(name: str) -> None:
 
 
 def test_a_completion_is_what_llama_cpp_python_gives(llm: Moespac, llama: Any) -> None:
-    prompt = "It is a truth universally acknowledged, that a"
+    prompt = SURE
     for extra in ({}, {"logprobs": 3}, {"logprobs": 2, "echo": True}, {"echo": True}):
         options: dict[str, Any] = {"max_tokens": 8, "temperature": 0, **extra}
         ours, theirs = llm.create_completion(prompt, **options), llama.create_completion(prompt, **options)
@@ -131,9 +136,9 @@ def test_a_chat_completion_is_what_llama_cpp_python_gives(llm: Moespac, llama: A
 
 
 def test_a_stream_is_the_whole_in_pieces(llm: Moespac) -> None:
-    options: dict[str, Any] = {"max_tokens": 30, "temperature": 0, "logprobs": 1, "stop": ["river", "?!"]}
-    whole = llm.create_completion("The heron stood in the river and", **options)
-    chunks = list(llm.create_completion("The heron stood in the river and", stream=True, **options))
+    options: dict[str, Any] = {"max_tokens": 30, "temperature": 0, "logprobs": 1, "stop": ["zebra", "?!"]}
+    whole = llm.create_completion(SURE, **options)
+    chunks = list(llm.create_completion(SURE, stream=True, **options))
     assert len(chunks) > 10 and len({chunk["id"] for chunk in chunks}) == 1
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
     parts = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
@@ -146,10 +151,10 @@ def test_a_stream_is_the_whole_in_pieces(llm: Moespac) -> None:
 
 def test_log_probabilities_end_with_the_text(llm: Moespac) -> None:
     """Tokens of a stop string, or held back for one, are not in the text."""
-    free = llm.create_completion("The heron", max_tokens=12, temperature=0, logprobs=0)["choices"][0]
+    free = llm.create_completion(SURE, max_tokens=12, temperature=0, logprobs=0)["choices"][0]
     tokens = free["logprobs"]["tokens"]
     stop = tokens[5] + tokens[6]
-    cut = llm.create_completion("The heron", max_tokens=12, temperature=0, logprobs=0, stop=stop)["choices"][0]
+    cut = llm.create_completion(SURE, max_tokens=12, temperature=0, logprobs=0, stop=stop)["choices"][0]
     n = free["text"].index(stop)
     assert cut["text"] == free["text"][:n] and cut["finish_reason"] == "stop"
     assert "".join(cut["logprobs"]["tokens"]) == cut["text"]
@@ -160,10 +165,10 @@ def test_log_probabilities_end_with_the_text(llm: Moespac) -> None:
 
 def test_tokens_and_text_go_in_and_out(llm: Moespac, llama: Any) -> None:
     assert llm.tokenize(b"The heron<|im_end|>", special=True) == llama.tokenize(b"The heron<|im_end|>", special=True)
-    tokens = llm.tokenize(b"The heron")
-    assert llm.detokenize(tokens) == b"The heron"
-    texts = [llm.create_completion(p, max_tokens=5, temperature=0)["choices"][0]["text"] for p in ("The heron", tokens)]
-    assert texts[0] == texts[1] == llm("The heron", max_tokens=5, temperature=0)["choices"][0]["text"]
+    tokens = llm.tokenize(SURE.encode())
+    assert llm.detokenize(tokens) == SURE.encode()
+    texts = [llm.create_completion(p, max_tokens=5, temperature=0)["choices"][0]["text"] for p in (SURE, tokens)]
+    assert texts[0] == texts[1] == llm(SURE, max_tokens=5, temperature=0)["choices"][0]["text"]
 
 
 def test_a_bias_a_seed_and_a_grammar_are_obeyed(llm: Moespac) -> None:
@@ -197,8 +202,8 @@ def test_what_has_no_law_is_refused_in_one_sentence(llm: Moespac) -> None:
 
 
 def test_content_in_parts_is_text(llm: Moespac) -> None:
-    parts = [{"role": "user", "content": [{"type": "text", "text": HERON[:6]}, {"type": "text", "text": HERON[6:]}]}]
-    assert llm.generate(parts, 8) == llm.generate(QUESTION, 8) != ""
+    parts = [{"role": "user", "content": [{"type": "text", "text": RIVER[:6]}, {"type": "text", "text": RIVER[6:]}]}]
+    assert llm.generate(parts, 8) == llm.generate([{"role": "user", "content": RIVER}], 8) != ""
 
 
 # --- tools and formats -----------------------------------------------------------------------------------------------------
@@ -331,10 +336,10 @@ def test_only_what_is_new_is_evaluated_between_requests(llm: Moespac) -> None:
 def test_a_stream_that_was_left_for_another_text_ends_with_a_sentence(llm: Moespac) -> None:
     left = llm.stream("The heron stood in the river and", 50)
     before = next(left)
-    other = llm.generate("def read_config(path):\n", 10)
+    other = llm.generate(SURE, 10)
     with pytest.raises(RuntimeError, match="this text cannot go on: another one was started"):
         next(left)
-    assert before and other == llm.generate("def read_config(path):\n", 10)
+    assert before and other == llm.generate(SURE, 10)
     left = llm.stream("The heron", 50, grammar='root ::= "a"+')
     next(left)
     with closing(left):
@@ -440,6 +445,21 @@ def test_llama_cpps_options_reach_it() -> None:
         TARGET, draft="none", override_tensor=(r"attn_.*=CPU,output=CPU",), n_threads_batch=1, **SMALL
     ) as moved:
         assert len(moved.generate("The heron stood", 10)) > 10
+
+
+def test_the_command_line_takes_them_by_llama_cpps_names() -> None:
+    given = (
+        "-c 512 -t 1 -tb 1 -b 256 -ub 128 -ngl 99 -ngld 99 -fa on -ctk q8_0 -ctv q8_0 -ot attn_.*=CPU --jinja -rea off"
+    )
+    done = CliRunner().invoke(app, ["generate", HERON, "--chat", "-n", "8", *given.split()])
+    assert done.exit_code == 0 and done.stdout.startswith("Heron"), done.stderr
+    for option, value, sentence in (
+        ("-ctk", "q3", "the type of the K cache takes f32, f16, bf16, q8_0"),
+        ("-ot", "x=GPU7", "there is no buffer type 'GPU7' for tensors; there are CPU"),
+        ("--chat-template-kwargs", "[1]", "--chat-template-kwargs is a JSON object"),
+    ):
+        done = CliRunner().invoke(app, ["generate", "x", "-t", "1", "--chat", option, value])
+        assert done.exit_code == 1 and done.stdout == "" and f"moespac: {sentence}" in done.stderr
 
 
 def test_a_model_of_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
