@@ -390,8 +390,8 @@ def test_a_device_that_has_no_room_for_another_split_keeps_what_it_has(
 
 
 def test_where_everything_is_resident_a_step_asks_the_policy_nothing(residency_of: Bench) -> None:
-    experts = FakeExperts(slots=[16, 16])
-    residency = residency_of(experts)
+    residency, experts = residency_of(Ear())
+    residency.n_slots[:] = 16
     assert not residency.complete
     experts.table[:] = native.RESIDENT
     experts.table[1, 3] = native.UPLOADING
