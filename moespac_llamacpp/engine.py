@@ -24,6 +24,8 @@ from moespac_llamacpp.telemetry import Telemetry
 DATA = Path(__file__).parent / "data"
 TINY_MODEL = DATA / "tiny-moe-Q4_K_M.gguf"
 TINY_DRAFT = DATA / "tiny-draft-Q8_0.gguf"
+#: At most so long is spent on graphs before the first text, on a GPU.
+WARM_UP_SECONDS = 2.0
 
 #: Shows how far something long has come: called with a label, gives a context and in it a function of 0 … 1.
 Progress = Callable[[str], AbstractContextManager[Callable[[float], None]]]
@@ -118,6 +120,10 @@ def open_decoder(
     context.experts.set_slots(plan.slots)
     placement = EngineOptions(options.policy, options.frequency, options.balancer, options.sync_moves, options.hot_set)
     residency = stack.enter_context(open_residency(context, placement, progress))
+    if device.kind != "cpu":
+        n_draft = min(options.draft_max, context.n_batch - 1) if kind != "none" else 0
+        with progress("making graphs") as report:
+            context.warm_up(widths_to_come(n_draft, options.draft_fixed), WARM_UP_SECONDS, report)
     decoder = Decoder(
         context,
         residency,
@@ -132,6 +138,12 @@ def open_decoder(
     )
     stack.callback(decoder.close)
     return decoder, [*notices, *warnings(context.experts, device)]
+
+
+def widths_to_come(n_draft: int, fixed: bool) -> list[int]:
+    """Tokens of the batches of a text with up to n_draft guesses, first what comes first: one token, the lengths tried at first."""
+    first = [1, n_draft + 1, (n_draft + 1) // 2 + 1]
+    return list(dict.fromkeys(first[:2] if fixed else [*first, *range(2, n_draft + 1)]))
 
 
 def plan_of(options: Options, device: native.Device) -> Plan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from moespac_llamacpp.prefixes import Prefixes
 EXPERT_TENSORS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps\."
 
 _VOCAB_BPE = 2  # enum llama_vocab_type
+WARM_UP_DECODES = 3  # CUDA captures a graph when it comes for the third time
 LOAD_AUTO, LOAD_NONE = -1, 0  # enum llama_load_mode
 _LOG_DEBUG, _LOG_ERROR, _LOG_CONT = 1, 4, 5  # enum ggml_log_level
 
@@ -347,6 +349,25 @@ class Context:
             self.clear()  # what the failed layers wrote into the cache must not be read, not even masked
             raise RuntimeError(f"decoding {n} tokens failed: {failure}. The context is empty now")
         return np.ctypeslib.as_array(logits, shape=(n if all_logits else 1, self.model.n_vocab))
+
+    def warm_up(self, widths: Sequence[int], seconds: float, progress: Callable[[float], None] | None = None) -> None:
+        """Decodes batches of these numbers of tokens a few times and forgets them: their graphs exist then, and are captured.
+
+        Otherwise the first steps of a text make them, which takes as long as several steps and is mistaken for what these widths
+        cost. Starts no further batch after so many seconds. progress: called with 0 … 1."""
+        token = max(0, int(llama_cpp.llama_vocab_bos(self.model.vocab)))
+        start = time.perf_counter()
+        for i, n in enumerate(widths):
+            for _ in range(WARM_UP_DECODES):
+                if time.perf_counter() - start > seconds:
+                    break
+                self.clear()
+                self.decode([token] * n, all_logits=True)
+            if progress:
+                progress((i + 1) / len(widths))
+        self.clear()
+        if self.experts:
+            self.experts.reset_perf()
 
     @property
     def can_roll_back(self) -> bool:
