@@ -141,7 +141,7 @@ def open_decoder(
 
 
 def widths_to_come(n_draft: int, fixed: bool) -> list[int]:
-    """Tokens of the batches of a text with up to n_draft guesses, first what comes first: one token, the lengths tried at first."""
+    """Tokens of the batches of a text with up to n_draft guesses, in the order in which they come."""
     first = [1, n_draft + 1, (n_draft + 1) // 2 + 1]
     return list(dict.fromkeys(first[:2] if fixed else [*first, *range(2, n_draft + 1)]))
 
