@@ -80,6 +80,7 @@ class _Params(ctypes.Structure):
         ("own_kernels", ctypes.c_bool),
         ("cache_graphs", ctypes.c_bool),
         ("perf", ctypes.c_bool),
+        ("whole_layers", ctypes.c_bool),
     )
 
 
@@ -92,6 +93,7 @@ class _RowInfo(ctypes.Structure):
         ("expert_bytes", ctypes.c_int64),
         ("hybrid", ctypes.c_bool),
         ("in_stream", ctypes.c_bool),
+        ("whole", ctypes.c_bool),
         ("pinned", ctypes.c_bool),
         ("fallback", ctypes.c_char_p),
         ("portable", ctypes.c_char_p),
@@ -356,7 +358,8 @@ def set_kernel_limit(level: int) -> int:
 class Row:
     """One MoE block (llama_moe_row_info): the row of a layer's first block is its index, second blocks come after all layers.
 
-    `fallback` says why the block takes llama.cpp's own path, "" if it runs hybrid; `portable` why a hybrid block is not computed
+    `whole`: all experts are resident, and it takes llama.cpp's own path with the slots as weights. `fallback` says why the block
+    takes that path with the weights on the host, "" if it runs hybrid; `portable` why a hybrid block is not computed
     in-stream, "" if it is."""
 
     row: int
@@ -367,6 +370,7 @@ class Row:
     expert_bytes: int
     hybrid: bool
     in_stream: bool
+    whole: bool
     pinned: bool
     fallback: str
     portable: str
@@ -423,6 +427,7 @@ class Experts:
     execution: a name of EXECUTIONS; "auto" is in-stream on devices that have it (CUDA), else portable.
     pool_threads: in-stream, how many threads compute the cold experts; 0: the context's n_threads, less the cores that must stay
     free. timeout_ms: in-stream, a layer's CPU part that takes longer has failed (see `failure`).
+    whole_layers: a row whose experts are all resident takes llama.cpp's own path, with the slots as its weights.
     """
 
     def __init__(
@@ -437,6 +442,7 @@ class Experts:
         own_kernels: bool = True,
         cache_graphs: bool = True,
         perf: bool = False,
+        whole_layers: bool = True,
     ) -> None:
         params = _f["llama_moe_default_params"]()
         params.device = device.pointer if device else None
@@ -447,6 +453,7 @@ class Experts:
         params.own_kernels = own_kernels
         params.cache_graphs = cache_graphs
         params.perf = perf
+        params.whole_layers = whole_layers
         self._ctx = ctypes.cast(ctx, _void_p)
         self._callback_error: BaseException | None = None
         self._takes_times = perf
@@ -472,6 +479,7 @@ class Experts:
             expert_bytes=info.expert_bytes,
             hybrid=info.hybrid,
             in_stream=info.in_stream,
+            whole=info.whole,
             pinned=info.pinned,
             fallback=(info.fallback or b"").decode(),
             portable=(info.portable or b"").decode(),

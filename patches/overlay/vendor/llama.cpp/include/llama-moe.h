@@ -62,6 +62,7 @@ extern "C" {
         bool    own_kernels;        // cold lane: our multi-column kernels where they exist, else ggml's vec_dot
         bool    cache_graphs;       // keep one graph (and its compute buffers) per batch width, so that a change costs nothing
         bool    perf;               // take times; counters of pairs and experts are always taken
+        bool    whole_layers;       // a row whose experts are all resident takes upstream's path, with the slots as its weights
     };
 
     // what a row is
@@ -73,6 +74,7 @@ extern "C" {
         int64_t expert_bytes;   // bytes of one expert: what a slot takes and an upload moves
         bool    hybrid;
         bool    in_stream;      // the in-stream execution computes it now (batches of up to 32 tokens)
+        bool    whole;          // every expert is resident, each in the slot of its number: upstream's path, with the slots as weights
         bool    pinned;         // the experts' host memory is page-locked for the device (uploads at full link speed)
         const char * fallback;  // why the row takes upstream's path; "" if it runs hybrid
         const char * portable;  // why a hybrid row is not computed in-stream; "" if it is

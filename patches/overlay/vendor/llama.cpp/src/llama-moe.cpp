@@ -63,6 +63,7 @@ struct llama_moe_params llama_moe_default_params(void) {
         /*.own_kernels      =*/ true,
         /*.cache_graphs     =*/ true,
         /*.perf             =*/ false,
+        /*.whole_layers     =*/ true,
     };
 }
 
@@ -151,8 +152,9 @@ int32_t llama_moe_row(const llama_context * ctx, int32_t row, llama_moe_row_info
         info->n_slots       = (int32_t) l->slots.slots.size();
         info->expert_bytes  = (int64_t) l->block.expert_bytes();
         info->hybrid        = l->fallback_now.empty() && !st->device_failed;
-        info->in_stream     = info->hybrid && st->stream_on && l->stream_reason.empty();
-        info->portable      = info->hybrid && !info->in_stream ? (l->stream_reason.empty() ? "a thread of the pool hangs" : l->stream_reason.c_str()) : "";
+        info->whole         = info->hybrid && l->whole;
+        info->in_stream     = info->hybrid && !info->whole && st->stream_on && l->stream_reason.empty();
+        info->portable      = info->hybrid && !info->whole && !info->in_stream ? (l->stream_reason.empty() ? "a thread of the pool hangs" : l->stream_reason.c_str()) : "";
         info->pinned        = l->pinned;
         info->fallback      = l->fallback_now.empty() && st->device_failed ? DEVICE_FAILED : l->fallback_now.c_str();
         info->kernel        = l->kernels.c_str();
@@ -260,8 +262,8 @@ int32_t llama_moe_evict(llama_context * ctx, int32_t row, int32_t expert) {
         return status;
     }
     status = st->residency->evict(l->slots, expert);
-    if (st->stream && status == LLAMA_MOE_OK) {
-        st->stream->map_changed();
+    if (status == LLAMA_MOE_OK) {
+        st->placement_changed();
     }
     return status == LLAMA_MOE_OK ? status : fail(status, expert_at(row, expert) + " is not resident");
 }
@@ -278,8 +280,8 @@ int32_t llama_moe_publish(llama_context * ctx) {
     for (auto & l : st->layers) {
         n += l->block.hybrid() ? st->residency->publish(l->slots) : 0;
     }
-    if (st->stream && n > 0) {
-        st->stream->map_changed();
+    if (n > 0) {
+        st->placement_changed();
     }
     return n;
 }

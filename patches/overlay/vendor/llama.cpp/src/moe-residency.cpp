@@ -168,7 +168,11 @@ int32_t moe_residency::load(const moe_block & block, moe_slots & s, int expert) 
         if (find(s, expert) >= 0) {
             return LLAMA_MOE_ALREADY_RESIDENT;
         }
-        const auto free = std::find_if(s.slots.begin(), s.slots.end(), [](const moe_slots::slot & x) { return x.state == moe_slots::FREE; });
+        auto free = std::find_if(s.slots.begin(), s.slots.end(), [](const moe_slots::slot & x) { return x.state == moe_slots::FREE; });
+        // where all experts have room, each takes the slot of its number: the slots are the layer's weights once they are full
+        if ((int) s.slots.size() == block.n_expert && s.slots[expert].state == moe_slots::FREE) {
+            free = s.slots.begin() + expert;
+        }
         if (free == s.slots.end()) {
             return LLAMA_MOE_NO_FREE_SLOT;
         }

@@ -225,6 +225,7 @@ int32_t llama_moe_state::attach(std::string & error) {
         max_expert   = std::max(max_expert, b.n_expert);
         max_used     = std::max(max_used, b.n_used);
         devices[row] = ctx.model.dev_layer(std::max(b.il, 0));
+        l.whole_fits = devices[row] == dev;
         l.packed     = devices[row] && ggml_backend_dev_type(devices[row]) != GGML_BACKEND_DEVICE_TYPE_CPU;
         const int x_cols = b.n_embd + (l.packed ? 2*b.n_used : 0);
         if (b.hybrid() && !device->supports(b, x_cols, b.fallback)) {
@@ -451,7 +452,7 @@ bool llama_moe_state::cpu_idles(int n_tokens) const {
     }
     for (const auto & l : layers) {
         const ggml_tensor * down = l->block.host[MOE_DOWN];
-        if (!runs_in_stream(*l, n_tokens) && down && down->buffer && ggml_backend_buffer_is_host(down->buffer)) {
+        if (!runs_in_stream(*l, n_tokens) && !runs_whole(*l) && down && down->buffer && ggml_backend_buffer_is_host(down->buffer)) {
             return false;
         }
     }
@@ -499,9 +500,7 @@ void llama_moe_state::on_synchronize() {
         fail(failure);
         poison_outputs();
     }
-    if (stream_on) {
-        count_pairs();
-    }
+    count_pairs();
     std::vector<int> n_used(rows.size(), 0);
     for (size_t row = 0; row < rows.size(); row++) {
         n_used[row] = rows[row] ? rows[row]->block.n_used : 0;
@@ -527,11 +526,12 @@ void llama_moe_state::poison_outputs() {
     }
 }
 
-// perf of the layers that ran in-stream: pairs from the log, times from the device's clock (of the last ubatch)
+// perf of the layers that ran in-stream, or whole on the device: pairs from the log, times from the device's clock (of the last ubatch)
 void llama_moe_state::count_pairs() {
     std::vector<bool> seen(log.n_expert);
     for (moe_layer * l : rows) {
-        if (!l || !l->block.hybrid() || !l->stream_reason.empty()) {
+        const bool in_stream = l && stream_on && l->block.hybrid() && l->stream_reason.empty() && !runs_whole(*l);
+        if (!l || !(in_stream || runs_whole(*l))) {
             continue;
         }
         const int row = l->block.row;
@@ -541,7 +541,7 @@ void llama_moe_state::count_pairs() {
             if (!ids) {
                 break;
             }
-            if (!runs_in_stream(*l, n_tokens)) {
+            if (!runs_in_stream(*l, n_tokens) && !runs_whole(*l)) {
                 continue;
             }
             ids += (size_t) row*n_tokens*log.n_used;
@@ -564,7 +564,7 @@ void llama_moe_state::count_pairs() {
                 }
             }
         }
-        if (params.perf) {
+        if (params.perf && in_stream) {
             stream->add_times(*l);
         }
     }
@@ -583,7 +583,11 @@ std::vector<bool> llama_moe_state::cropped_rows() const {
 //
 
 bool llama_moe_state::runs_hybrid(const moe_layer & l, int n_tokens) const {
-    return l.block.hybrid() && !l.lora && n_tokens <= params.max_batch_tokens;
+    return l.block.hybrid() && !l.lora && !runs_whole(l) && n_tokens <= params.max_batch_tokens;
+}
+
+bool llama_moe_state::runs_whole(const moe_layer & l) const {
+    return l.whole && !l.lora && !device_failed; // an adapter is found by the model's own tensors
 }
 
 bool llama_moe_state::runs_in_stream(const moe_layer & l, int n_tokens) const {
@@ -623,7 +627,7 @@ ggml_tensor * llama_moe_state::build_op(const llm_graph_context & g, moe_layer &
     return out;
 }
 
-ggml_tensor * llama_moe_state::build(const llm_graph_context & g, const llama_moe_ffn & f) {
+ggml_tensor * llama_moe_state::build(const llm_graph_context & g, llama_moe_ffn & f) {
     if (discovering) {
         discover(g, f);
         return nullptr;
@@ -654,6 +658,9 @@ ggml_tensor * llama_moe_state::build(const llm_graph_context & g, const llama_mo
     }
     if (runs_hybrid(l, (int) g.n_tokens)) {
         return build_op(g, l, f);
+    }
+    if (runs_whole(l)) {
+        f.tensors = l.slots.tensors;
     }
     ggml_build_forward_expand(g.gf, log.copy_ids(g.ctx0, l.block.row, f.ids, (int) g.n_tokens));
     if (callback) {
@@ -704,10 +711,30 @@ int32_t llama_moe_state::set_slots(const int32_t * n_slots, std::string & error)
         }
     }
     if (changed && stream) { // so do the graphs of the context
-        stream->map_changed();
         changed_graphs();
     }
+    if (changed) {
+        placement_changed();
+    }
     return status;
+}
+
+void llama_moe_state::placement_changed() {
+    if (stream) {
+        stream->map_changed();
+    }
+    bool changed = false;
+    for (auto & l : layers) {
+        bool whole = params.whole_layers && l->whole_fits && l->block.hybrid() && (int) l->slots.slots.size() == l->block.n_expert;
+        for (int e = 0; whole && e < l->block.n_expert; e++) {
+            whole = l->slots.slot_of[e] == e;
+        }
+        changed  = changed || whole != l->whole;
+        l->whole = whole;
+    }
+    if (changed) {
+        changed_graphs();
+    }
 }
 
 void llama_moe_state::set_callback(llama_moe_router_callback cb, void * user_data) {

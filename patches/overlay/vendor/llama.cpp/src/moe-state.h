@@ -32,6 +32,19 @@ struct llama_moe_ffn {
     bool precise;          // a precision override on one of the products
     int  type_op;          // llm_ffn_op_type
     int  il;
+
+    // the tensors that build_moe_ffn goes on with: a layer that is whole on the device has others than the model
+    void give_back(ggml_tensor *& gate, ggml_tensor *& up, ggml_tensor *& gate_up, ggml_tensor *& down,
+                   ggml_tensor *& gate_b, ggml_tensor *& up_b, ggml_tensor *& gate_up_b, ggml_tensor *& down_b) const {
+        (merged ? gate_up : gate)     = tensors[MOE_GATE];
+        (merged ? gate_up_b : gate_b) = tensors[MOE_GATE_B];
+        if (!merged) {
+            up   = tensors[MOE_UP];
+            up_b = tensors[MOE_UP_B];
+        }
+        down   = tensors[MOE_DOWN];
+        down_b = tensors[MOE_DOWN_B];
+    }
 };
 
 struct moe_layer {
@@ -43,6 +56,8 @@ struct moe_layer {
     bool        packed     = false; // the op gets one packed input: the router's device is not the CPU
     bool        pinned     = false;
     bool        lora       = false; // the graph built last has a LoRA adapter on the experts
+    bool        whole_fits = false; // its router is computed on the device of the slots
+    bool        whole      = false; // every slot holds the expert of its number: upstream's path, with the slots as weights
     bool        cropped    = false; // the model computes this block for tokens with an output only (most models' last layer)
     std::string kernels;
     std::string fallback_now;       // block.fallback, or the LoRA sentence
@@ -71,12 +86,14 @@ struct llama_moe_state {
     bool is_second_block(const moe_block & block) const;     // of its layer
 
     // hook of build_moe_ffn; null: take upstream's path
-    ggml_tensor * build(const llm_graph_context & g, const llama_moe_ffn & f);
+    // (of a layer that is whole on the device with the slots in place of `tensors`)
+    ggml_tensor * build(const llm_graph_context & g, llama_moe_ffn & f);
 
     // API
     moe_layer * layer(int row) const { return row >= 0 && row < (int) rows.size() ? rows[row] : nullptr; }
     int32_t set_slots(const int32_t * n_slots, std::string & error);
     void    set_callback(llama_moe_router_callback callback, void * user_data);
+    void    placement_changed(); // after publish, evict and new slots
     int64_t device_bytes() const;
 
     llama_context &  ctx;
@@ -122,6 +139,7 @@ private:
     void discover(const llm_graph_context & g, const llama_moe_ffn & f);
     bool runs_hybrid(const moe_layer & l, int n_tokens) const;
     bool runs_in_stream(const moe_layer & l, int n_tokens) const;
+    bool runs_whole(const moe_layer & l) const;
     bool cpu_idles(int n_tokens) const;
     bool only_experts_on_host() const;
     void restore_threads();
