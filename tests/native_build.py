@@ -122,6 +122,16 @@ def build_kernel_test(source: Path, build_dir: Path = BUILD) -> Path:
     return _build(source, build_dir, "test_moe_kernels", files, flags=("-O3",), ggml_only=False)
 
 
+def build_pool_test(source: Path, sanitize: bool, build_dir: Path = BUILD) -> Path:
+    """Executable of native/test_moe_pool.cpp and the tree's src/moe-pool.cpp; sanitize: it finds data races."""
+    src = llama_of(source) / "src"
+    files = [NATIVE / "test_moe_pool.cpp", src / "moe-pool.cpp", src / "moe-barrier.cpp"]
+    if not files[1].exists():
+        raise Unavailable(f"test of the pool needs the patched source tree, and {files[1]} is missing")
+    flags = ("-O1", "-g", "-pthread", *(("-fsanitize=thread",) if sanitize else ()))
+    return _build(source, build_dir, "test_moe_pool" + "_tsan" * sanitize, files, flags=flags)
+
+
 def build_rpc(source: Path, build_dir: Path = BUILD) -> Path:
     """ggml's RPC backend as a library of its own: upstream installs have it only if built with GGML_RPC."""
     rpc = llama_of(source) / "ggml" / "src" / "ggml-rpc"

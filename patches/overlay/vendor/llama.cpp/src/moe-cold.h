@@ -4,37 +4,13 @@
 // share it. Gate and up in one pass, activation, down, weighting and accumulation; threads own output rows, so there are no
 // atomics on data and the result does not depend on which thread computed what.
 
+#include "moe-barrier.h"
 #include "moe-block.h"
 
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
-
-#if defined(__x86_64__) || defined(_M_X64)
-#include <immintrin.h>
-static inline void moe_cpu_relax() { _mm_pause(); }
-#elif defined(__aarch64__)
-static inline void moe_cpu_relax() { asm volatile("yield"); }
-#else
-static inline void moe_cpu_relax() {}
-#endif
-
-// Spins, then yields: the threads of a graph computation arrive within microseconds unless the machine is oversubscribed.
-// With a deadline, those who wait give up when it has passed; from then on nobody waits until reset() (all threads have left by then).
-struct moe_barrier {
-    bool wait(int n_threads); // false: given up
-    void reset(int64_t deadline_us = INT64_MAX); // on moe_now_us()'s clock
-
-    std::atomic<bool> given_up{false};
-
-private:
-    int64_t deadline_us = INT64_MAX;
-    alignas(64) std::atomic<int> n_arrived{0};
-    alignas(64) std::atomic<int> generation{0};
-};
-
-int64_t moe_now_us(); // a steady clock
 
 struct moe_cold_pair {
     int32_t token;

@@ -11,7 +11,7 @@
 // Failure. A computation that does not end in time is given up by those who wait for it, its client is told, and no other starts
 // before the thread that hangs has come back. Until then healthy() is false and contexts use the portable execution.
 
-#include "moe-cold.h"
+#include "moe-barrier.h"
 
 #include <atomic>
 #include <condition_variable>
