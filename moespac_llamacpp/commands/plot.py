@@ -21,7 +21,8 @@ def plot_command(
 ) -> None:
     """Draw a session: tokens a second, hits, uploads, and where the experts lived."""
     try:
-        write(out or telemetry.with_suffix(".svg"), draw_telemetry(read_telemetry(telemetry), telemetry.name))
+        drawing = draw_telemetry(read_telemetry(telemetry), telemetry.name)
+        write(out or telemetry.with_suffix(".svg"), drawing)
     except PlotError as error:
         raise fail(error) from error
 
