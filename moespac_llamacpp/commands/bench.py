@@ -19,7 +19,7 @@ from moespac_llamacpp.bench.texts import PlantedTexts
 from moespac_llamacpp.commands.shared import fail
 from moespac_llamacpp.synth.pair import Pair
 
-bench = typer.Typer(no_args_is_help=True, help="Measure this project against llama.cpp.")
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure this project against llama.cpp.")
 
 
 def _words(text: str) -> tuple[str, ...]:

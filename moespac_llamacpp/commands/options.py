@@ -36,7 +36,12 @@ class LoadOptions:
 
     model: Annotated[
         Path,
-        typer.Option("--model", "-m", help="GGUF file or name (see models) of the target (default: the bundled one)."),
+        typer.Option(
+            "--model",
+            "-m",
+            help="GGUF file or name (see models) of the target (default: the bundled one).",
+            show_default=False,
+        ),
     ] = TINY_MODEL
     hf_repo: Annotated[
         str | None,

@@ -17,6 +17,11 @@ def fail(message: object) -> typer.Exit:
     return typer.Exit(1)
 
 
+def reason(error: OSError) -> str:
+    """The operating system's own words, and the file if it is about one."""
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+
+
 def tell_abort(reason: str) -> None:
     """The last words of a process that ggml aborts. Written at once: nothing is flushed afterwards."""
     place, _, message = reason.partition(": ")
