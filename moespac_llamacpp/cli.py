@@ -21,7 +21,7 @@ from moespac_llamacpp.commands.plan import plan_command
 from moespac_llamacpp.commands.plot import inspect_command, plot_command
 from moespac_llamacpp.commands.serve import serve_command
 from moespac_llamacpp.commands.session import resident_map, session, stream, summary
-from moespac_llamacpp.commands.shared import fail, find_device, reason, tell_abort
+from moespac_llamacpp.commands.shared import fail, find_device, tell_abort
 from moespac_llamacpp.commands.synth import synth_command
 from moespac_llamacpp.engine import TINY_MODEL
 from moespac_llamacpp.routing import Recorder
@@ -167,7 +167,7 @@ def main() -> None:
     try:
         app()
     except OSError as error:  # where no command expected it: above all an output that cannot be written
-        fail(reason(error))
+        fail(error)
         os._exit(1)  # what is still in a buffer would fail again
 
 

@@ -29,7 +29,13 @@ def plot_command(
 
 def inspect_command(
     model: Annotated[
-        Path, typer.Option("--model", "-m", help="GGUF file to look at, or name (see models).")
+        Path,
+        typer.Option(
+            "--model",
+            "-m",
+            help="GGUF file to look at, or name (see models; default: the bundled one).",
+            show_default=False,
+        ),
     ] = TINY_MODEL,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     svg: Annotated[Path | None, typer.Option("--svg", help="Also draw the bytes into this file.")] = None,

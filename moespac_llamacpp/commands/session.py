@@ -13,7 +13,7 @@ import typer
 from moespac_llamacpp import native
 from moespac_llamacpp.commands.models import Resolved, pull, resolve
 from moespac_llamacpp.commands.options import DraftKind, LoadOptions, SamplingOptions
-from moespac_llamacpp.commands.shared import fail, find_device, progress, reason
+from moespac_llamacpp.commands.shared import fail, find_device, progress
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.engine import Options, open_decoder
 from moespac_llamacpp.models import capture_log
@@ -78,9 +78,7 @@ def told() -> Iterator[None]:
         yield
     except (typer.Exit, BrokenPipeError):  # told already; nobody reads on, and typer ends without a word
         raise
-    except OSError as error:
-        raise fail(reason(error)) from error
-    except (ValueError, RuntimeError) as error:  # LoadError, MoeError and all the others among them
+    except (ValueError, RuntimeError, OSError) as error:  # LoadError, MoeError and all the others among them
         raise fail(error) from error
 
 

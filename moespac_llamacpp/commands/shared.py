@@ -13,7 +13,8 @@ from moespac_llamacpp import native
 
 
 def fail(message: object) -> typer.Exit:
-    typer.echo(f"moespac: {message}", err=True)
+    """Says it as a sentence; to be raised."""
+    typer.echo(f"moespac: {reason(message) if isinstance(message, OSError) else message}", err=True)
     return typer.Exit(1)
 
 
