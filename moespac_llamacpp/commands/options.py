@@ -55,7 +55,10 @@ class LoadOptions:
         str | None, typer.Option("--hf-repo-draft", "-hfd", help="The same for the draft model, instead of -md.")
     ] = None
     ctx: Annotated[
-        int, typer.Option("--ctx", "-c", min=0, help="Context length in tokens, 0: as trained, or less to leave room.")
+        int,
+        typer.Option(
+            "--ctx", "-c", min=0, help="Context length in tokens, 0: as trained, or less to leave room for experts."
+        ),
     ] = 0
     batch: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Tokens of a prompt handed over at once.")] = (
         2048
