@@ -15,7 +15,8 @@ from moespac_llamacpp.models import capture_log
 
 def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
-        raise SystemExit(__doc__)
+        print(__doc__)
+        return
     capture_log()
     try:
         if not sys.argv[1:]:

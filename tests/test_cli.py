@@ -117,3 +117,11 @@ def test_what_is_no_trace_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == f"moespac simulate: {tmp_path}: cannot be read: Is a directory\n"
     done = invoke("trace", str(tmp_path), "hello")
     assert done.exit_code == 1 and re.fullmatch(r"moespac: .*: a folder: name the file to write\n", done.stderr)
+
+
+def test_ctrl_c_while_python_imports_ends_without_a_traceback() -> None:
+    start = "import sys; sys.modules['typer'] = type('T', (), {'__getattr__': lambda *_: signal.raise_signal(2)})(); "
+    done = shell(f'{sys.executable} -c "import signal; {start}from moespac_llamacpp.__main__ import main; main()"')
+    assert done.returncode == 130 and done.stderr == b""
+    done = shell(f"{sys.executable} -m moespac_llamacpp --version")
+    assert done.stdout.startswith(b"moespac_llamacpp ")
