@@ -39,6 +39,8 @@ class Recent:
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        raise SystemExit("usage: python examples/own_policy.py trace.npz (which `moespac trace` writes)")
     steps = load(Path(sys.argv[1]), 1)
     n_rows, n_expert = steps[0].batch.counts.shape
     candidates: list[tuple[str, Policy]] = [("recent", Recent()), ("lru", Lru(n_rows, n_expert))]

@@ -16,6 +16,8 @@ from moespac_llamacpp.planner import Pair, plan_pair
 
 
 def main() -> None:
+    if len(sys.argv) != 4:
+        raise SystemExit("usage: python examples/plan_memory.py target.gguf draft.gguf 8G")
     target, draft, vram = sys.argv[1:]
     capture_log()
     try:

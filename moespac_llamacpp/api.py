@@ -435,6 +435,8 @@ class Moespac:
         tools reach the template; tool_choice {"type": "function", …} and "required" constrain the answer to a call, with "auto"
         calls are found in it (tools.py). chat_template_kwargs: values that the template may look at, such as enable_thinking."""
         _refuse(mirostat_mode=mirostat_mode, logits_processor=logits_processor)
+        if not messages:
+            raise ValueError("there are no messages")
         if functions is not None:  # the older names
             tools = [{"type": "function", "function": function} for function in functions]
             named = isinstance(function_call, Mapping)

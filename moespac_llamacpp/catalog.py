@@ -70,7 +70,9 @@ def read_catalog(path: Path) -> list[Entry]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise CatalogError(f"{path}: the list of models cannot be read: {error}") from error
+        raise CatalogError(
+            f"{path}: the list of models cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from error
     entries: list[Entry] = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +26,29 @@ from moespac_llamacpp.commands.synth import synth_command
 from moespac_llamacpp.engine import TINY_MODEL
 from moespac_llamacpp.routing import Recorder
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,  # its tables cut long words off in 80 columns
+    pretty_exceptions_enable=False,
+    help="Runs Mixture-of-Experts models whose experts do not fit in VRAM. `moespac COMMAND --help` says more.",
+)
+
+
+def tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moespac_llamacpp {version('moespac-llamacpp')}, llama-cpp-python {version('llama-cpp-python')}")
+        raise typer.Exit
+
+
+@app.callback()
+def every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=tell_version, is_eager=True, help="Show the versions and exit.")
+    ] = False,
+) -> None:
+    pass
+
 
 DEMO_PROMPTS = (
     ("chat", 'What does "heron" mean?'),
@@ -32,13 +57,19 @@ DEMO_PROMPTS = (
 )
 
 ModelOption = Annotated[
-    Path, typer.Option("--model", "-m", help="GGUF file or name (see models) of the target (default: the bundled one).")
+    Path,
+    typer.Option(
+        "--model",
+        "-m",
+        help="GGUF file or name (see models) of the target (default: the bundled one).",
+        show_default=False,
+    ),
 ]
 TokensOption = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens to generate at most.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="CPU threads (default: all cores).")]
 
 
-@app.command()
+@app.command(short_help="See the bundled tiny model at work.")
 def demo(
     max_tokens: TokensOption = 60,
     cache_share: Annotated[
@@ -68,7 +99,7 @@ def demo(
             typer.echo(resident_map(decoder))
 
 
-@app.command()
+@app.command(short_help="Record which experts the routers choose.")
 def trace(
     out: Annotated[Path, typer.Argument(help="The .npz file to write.")],
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
@@ -78,6 +109,8 @@ def trace(
     threads: ThreadsOption = None,
 ) -> None:
     """Record which experts the routers choose while a prompt is continued."""
+    if out.is_dir():
+        raise fail(f"{out}: a folder: name the file to write")
     if not out.parent.is_dir():
         raise fail(f"{out.parent}: there is no such folder")
     load = LoadOptions(model, ctx=ctx, threads=threads, cache_share=0.0, policy="static", draft=DraftKind.none)
@@ -103,7 +136,11 @@ def trace(
     typer.echo(f"{out}: {len(result.token)} tokens, {len(result.rows)} layers, {result.n_expert} experts")
 
 
-@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    short_help="Replay such a recording through the policies.",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
 def simulate(context: typer.Context) -> None:
     """Replay a routing trace through the policies: hits, moves, predicted time (`moespac simulate --help`)."""
     from moespac_llamacpp.simulate import main as run
@@ -111,22 +148,37 @@ def simulate(context: typer.Context) -> None:
     raise typer.Exit(run(context.args))
 
 
-app.command("generate")(generate_command)
-app.command("chat")(chat_command)
-app.command("serve")(serve_command)
-app.command("models")(models_command)
-app.command("pull")(pull_command)
-app.command("plan")(plan_command)
-app.command("doctor")(doctor_command)
-app.command("inspect")(inspect_command)
-app.command("plot")(plot_command)
-app.command("synth")(synth_command)
+app.command("generate", short_help="Continue a prompt.")(generate_command)
+app.command("chat", short_help="Talk with a model.")(chat_command)
+app.command("serve", short_help="Answer OpenAI's clients over HTTP.")(serve_command)
+app.command("models", short_help="The models that have a name.")(models_command)
+app.command("pull", short_help="Fetch a model and its draft.")(pull_command)
+app.command("plan", short_help="What will live where; loads nothing.")(plan_command)
+app.command("doctor", short_help="Is everything right? Measures the machine, too.")(doctor_command)
+app.command("inspect", short_help="What a GGUF file holds.")(inspect_command)
+app.command("plot", short_help="Draw a session that --telemetry recorded.")(plot_command)
+app.command("synth", short_help="Write a planted pair of models, to time with.")(synth_command)
 app.add_typer(bench, name="bench")
 
 
 def main() -> None:
+    mend_streams()
     native.on_abort(tell_abort)
-    app()
+    try:
+        app()
+    except OSError as error:  # where no command expected it: above all an output that cannot be written
+        fail(error)
+        os._exit(1)  # what is still in a buffer would fail again
+
+
+def mend_streams() -> None:
+    """A stream that the caller closed leads nowhere; characters that a terminal's encoding lacks are replaced, not fatal."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (as long as the process)
+        elif name != "stderr":
+            stream.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

@@ -186,12 +186,15 @@ class Decoder:
 
         logprobs: record the tokens' log-probabilities, and the n_top likeliest of each place. prompt_logprobs: those of the
         prompt's tokens too, for which all of it is evaluated.
-        PromptError: the prompt is empty or longer than the context. RuntimeError: another text has been started meanwhile."""
+        ValueError: the prompt is empty; PromptError: it is longer than the context.
+        RuntimeError: another text has been started meanwhile."""
         context, report = self.context, Report(n_prompt=len(prompt))
         self.report = report
         self._run = run = self._run + 1
         self._want_logs, self._n_top = logprobs, n_top
-        if not prompt or len(prompt) > context.n_ctx:
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        if len(prompt) > context.n_ctx:
             raise PromptError(f"the prompt has {len(prompt)} tokens, the context has room for 1 to {context.n_ctx}")
         if max_tokens <= 0:  # as llama-cpp-python: until the context is full
             max_tokens = context.n_ctx

@@ -85,9 +85,11 @@ def from_json_schema(schema: str | dict[str, Any]) -> str:
     """GBNF of the texts that are JSON values of the schema. GrammarError: not JSON, or a schema that has no GBNF."""
     text = schema if isinstance(schema, str) else json.dumps(schema)
     try:
-        json.loads(text)
+        read = json.loads(text)
     except ValueError as error:
         raise GrammarError(f"the JSON schema is not JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise GrammarError('the JSON schema is not an object, such as {"type": "array"}')
     try:
         return _strict(llama_grammar.json_schema_to_gbnf(text))
     except Exception as error:  # the converter raises whatever its lookups raise

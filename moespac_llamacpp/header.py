@@ -127,7 +127,7 @@ def read_header(path: Path) -> Header:
         with path.open("rb") as file:
             magic = file.read(4)
             if magic != b"GGUF":
-                what = _LOOKALIKES.get(magic, f"it starts with {magic!r}")
+                what = _LOOKALIKES.get(magic, f"it starts with {magic!r}") if magic else "it is empty"
                 raise InspectError(f"{path}: not a GGUF file ({what})")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse(path, _Cursor(data), len(data))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -40,6 +41,10 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """The user's cache folder for this project; it need not exist. XDG_CACHE_HOME counts if absolute, as its standard says."""
+    """The user's cache folder for this project; it need not exist. XDG_CACHE_HOME counts if absolute, as its standard says.
+    FileNotFoundError: nobody knows where this user's home is, as in some containers."""
     base = environment.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "moespac"
+    try:
+        return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "moespac"
+    except RuntimeError as error:
+        raise FileNotFoundError(errno.ENOENT, "this user has no home folder: set HOME or XDG_CACHE_HOME") from error

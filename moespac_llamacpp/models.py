@@ -9,13 +9,15 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypedDict
 
 import llama_cpp
@@ -101,6 +103,29 @@ ONE_SEQUENCE = "one text at a time is generated with a model: requests wait for 
 ONE_DEVICE = "a model runs on one device and the CPU, not on several: choose the device with `device`"
 
 
+@contextmanager
+def _interrupts_noted() -> Iterator[Callable[[], bool]]:
+    """Was Ctrl-C pressed? ctypes swallows what is raised in a callback, so Python's own handler would only spoil the loading.
+    Where the program has a handler of its own, or in another thread, everything stays as it is."""
+    pressed = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if ours:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class _BuftOverride(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p))
 
@@ -153,11 +178,15 @@ class Model:
         def report(fraction: float, _: object) -> bool:
             if progress:
                 progress(fraction)
-            return True
+            return not interrupted()
 
         params.progress_callback = report
         _log.clear()
-        self.pointer: Any = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
+        with _interrupts_noted() as interrupted:
+            self.pointer: Any = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
+        if interrupted():
+            self.close()
+            raise KeyboardInterrupt
         if not self.pointer:
             raise LoadError(f"{self.path}: {_load_failure()}")
         self.vocab: Any = llama_cpp.llama_model_get_vocab(self.pointer)
@@ -183,7 +212,10 @@ class Model:
 
     def tokenize(self, text: str, *, special: bool = True, bos: bool = True) -> list[int]:
         """Token ids of the text; `special`: special tokens in it are recognised; `bos`: with the model's BOS if it wants one."""
-        raw = text.encode()
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text is not Unicode at position {error.start}: give it as UTF-8") from error
         tokens = (llama_cpp.llama_token * (len(raw) + 2))()
         n = llama_cpp.llama_tokenize(self.vocab, raw, len(raw), tokens, len(tokens), bos, special)
         if n < 0:

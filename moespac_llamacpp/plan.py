@@ -216,7 +216,7 @@ def make(
         slots = slots_for_share(blocks, CPU_SHARE)
     else:
         slots = slots_for_bytes(blocks, room)
-    plan = Plan(place, usable, target, draft, list(blocks), slots, _notes(place, target, blocks, slots))
+    plan = Plan(place, usable, target, draft, list(blocks), slots, _notes(target, blocks, slots, wishes))
     if plan.slot_bytes > room:
         raise PlanError(
             f"{size(plan.slot_bytes)} of expert slots are wished for, but {size(max(0, room))} of {size(usable)} on {place.name} "
@@ -269,11 +269,13 @@ def _check_device(place: Place, usable: int, target: Footprint, draft: Footprint
         )
 
 
-def _notes(place: Place, target: Footprint, blocks: Sequence[Block], slots: Sequence[int]) -> list[str]:
+def _notes(target: Footprint, blocks: Sequence[Block], slots: Sequence[int], wishes: Wishes) -> list[str]:
     notes = []
     hybrid = [i for i, block in enumerate(blocks) if block.hybrid]
     empty = sum(slots[i] == 0 for i in hybrid)
-    if empty == len(hybrid) and hybrid:
+    if 0 in (wishes.share, wishes.expert_bytes):
+        pass  # as it was asked for
+    elif empty == len(hybrid) and hybrid:
         notes.append("there is no room for expert slots: the CPU computes all experts")
     elif empty:
         notes.append(f"{empty} of {len(hybrid)} layers have no slot: the CPU computes all their experts")

@@ -62,7 +62,7 @@ def read_telemetry(path: Path) -> Telemetry:
             raise PlotError(f"{path}, line {number}: not a record of telemetry")
         records.append(record)
     steps = [record for record in records if record.get("kind", "step") == "step"]
-    if not steps:
+    if np.isnan([_tps(step) for step in steps]).all():
         raise PlotError(f"{path}: no step to draw: was anything generated with --telemetry?")
     snapshots = [r["resident"] for r in records if isinstance(r.get("resident"), (dict, list))]
     return Telemetry(

@@ -17,6 +17,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from moespac_llamacpp import formats, metrics
 from moespac_llamacpp.api import Moespac
@@ -207,9 +208,16 @@ def create_app(
     async def unauthorised(request: Request, error: HTTPException) -> Response:
         return failure(401, "the API key is missing or wrong", "invalid_request_error", "invalid_api_key")
 
+    @app.exception_handler(
+        StarletteHTTPException
+    )  # of the router: no such path, no such method, a body that is not text
+    async def unknown(request: Request, error: StarletteHTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return failure(error.status_code, message, "invalid_request_error")
+
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        where = ", ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors())
+        where = ", ".join(f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors())
         server.requests[request.url.path, "refused"] += 1
         return failure(400, f"the request is not understood: {where}", "invalid_request_error")
 

@@ -22,7 +22,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,6 +154,15 @@ class Clairvoyant:
         return plan_moves(self.next, resident, limits.n_slots, limits.max_moves, 0.0)
 
 
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """All arrays of a .npz file. ValueError: it is none."""
+    try:
+        with np.load(path) as z:
+            return {name: z[name] for name in z.files}
+    except (ValueError, TypeError, AttributeError, EOFError, BadZipFile) as error:  # whatever numpy takes it for
+        raise ValueError(f"{path}: not a file that `moespac trace` wrote") from error
+
+
 def load(path: Path, batch: int | None = None, *, limit: int | None = None) -> list[Step]:
     """Steps of a `.npz` trace: the arrays of routing.py; of these experts and n_expert are needed, and is_prompt stands for not
     is_decode. Optional: position (in the context; 0 starts a sequence), and for verify batches step, accepted, draft_len.
@@ -160,8 +170,7 @@ def load(path: Path, batch: int | None = None, *, limit: int | None = None) -> l
     batch None: the verify batches that the trace holds (`step`, `accepted`); ValueError if it holds none. batch n: n
     consecutive tokens of the text (rejected drafts are left out, as if all of n drafts had been accepted). Prompts are
     cut to the same width. limit: the first so many rows only. ValueError for what is no trace."""
-    with np.load(path) as z:
-        data = {k: z[k][:limit] if z[k].ndim else z[k] for k in z.files}
+    data = {name: array[:limit] if array.ndim else array for name, array in _arrays(path).items()}
     if not {"experts", "n_expert"} <= data.keys():
         raise ValueError(f"{path} is no routing trace: it lacks the arrays experts and n_expert")
     n_expert = int(data["n_expert"])
@@ -459,8 +468,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object per policy")
     args = parser.parse_args(arguments)
     try:
-        with np.load(args.trace) as z:
-            batch = 1 if args.batch is None and "step" not in z.files else args.batch
+        batch = 1 if args.batch is None and "step" not in _arrays(args.trace) else args.batch
         steps = load(args.trace, batch, limit=args.limit)
         names = args.policy or policies.NAMES
         hardware = H200 if args.profile is None else read_hardware(args.profile)
@@ -477,7 +485,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             frequency=not args.no_frequency,
             balanced=not args.no_balancer,
         )
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        print(f"moespac simulate: {error.filename or args.trace}: cannot be read: {error.strerror}", file=sys.stderr)
+        return 1
+    except ValueError as error:
         print(f"moespac simulate: {error}", file=sys.stderr)
         return 1
     if args.json:

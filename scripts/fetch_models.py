@@ -14,6 +14,9 @@ from moespac_llamacpp.models import capture_log
 
 
 def main() -> None:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return
     capture_log()
     try:
         if not sys.argv[1:]:

@@ -45,7 +45,7 @@ def written(tmp_path: Path) -> Callable[[bytes], Path]:
 @pytest.mark.parametrize(
     ("start", "words"),
     [
-        (b"", r"not a GGUF file (it starts with b'')"),
+        (b"", r"not a GGUF file (it is empty)"),
         (b"hello world", r"not a GGUF file (it starts with b'hell')"),
         (b"version https://git-lfs", "not a GGUF file (a Git LFS pointer, not the file itself: fetch it with `git lfs pull`)"),
         (b"<!DOCTYPE html>", "not a GGUF file (a web page that was saved in the model's place: download the file again)"),

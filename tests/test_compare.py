@@ -269,7 +269,15 @@ def test_bad_options_are_one_sentence(pair: Pair, tmp_path: Path) -> None:
     for more, words in (
         (["--rows", "sd-1"], "no row 'sd-1'"),
         (["--draft", "gpt"], "there is no draft gpt"),
+        (["--memory", "swap"], "--memory takes pinned, mmap, repacked, not 'swap'"),
+        (["--policies", "best"], "--policies takes static, lru"),
+        (["--budgets", "8,x"], "--budgets takes numbers with commas, not '8,x'"),
+        (["--pair", str(tmp_path)], f"{tmp_path}: there is no pair that `moespac synth` wrote"),
         ([], "neither an interpreter"),
     ):
         result = CliRunner().invoke(app, [*base, *more])
+        assert result.exit_code == 1 and words in result.output
+    suites = ["bench", "suites", "-m", str(tmp_path / "none.gguf"), "--stock"]
+    for stock, words in (("/nowhere", "neither an interpreter"), ("patched", "none.gguf: there is no such file")):
+        result = CliRunner().invoke(app, [*suites, stock])
         assert result.exit_code == 1 and words in result.output

@@ -95,6 +95,9 @@ def test_less_than_a_slot_per_layer_is_told_and_works() -> None:
     assert some.notes == ["38 of 48 layers have no slot: the CPU computes all their experts"]
     none = make(GPU, TARGET_SIZE, BLOCKS, None, Wishes(vram=TARGET_SIZE.device))
     assert none.n_slots == 0 and none.notes == ["there is no room for expert slots: the CPU computes all experts"]
+    for wishes in (Wishes(share=0.0), Wishes(expert_bytes=0)):
+        asked = make(GPU, TARGET_SIZE, BLOCKS, None, wishes)
+        assert asked.n_slots == 0 and asked.notes == []
 
 
 def test_the_numbers_of_a_plan_add_up_for_people() -> None:

@@ -84,6 +84,7 @@ def test_records_of_other_names_and_gaps_are_drawn(tmp_path: Path) -> None:
     [
         ("", "no step to draw"),
         (record(kind="prompt"), "no step to draw"),
+        (record(a=1), "no step to draw"),
         ("hello\n", "line 1: not a line of telemetry"),
         (record(step=1) + "x\n" + record(step=2), "line 2: not a line of telemetry"),
         ("[1]\n", "line 1: not a record of telemetry"),
@@ -105,6 +106,8 @@ def test_the_commands_draw(tmp_path: Path) -> None:
     ElementTree.parse(tmp_path / "m.svg")
     done = invoke("plot", str(path), "-o", str(tmp_path / "none" / "x.svg"))
     assert done.exit_code == 1 and "the drawing cannot be written: No such file or directory" in done.stderr
+    done = invoke("plot", ".")
+    assert done.exit_code == 1 and done.stderr == "moespac: .: cannot be read: Is a directory\n"
     done = invoke("plot", str(tmp_path / "none.jsonl"))
     assert done.exit_code == 1 and "none.jsonl: cannot be read: No such file or directory" in done.stderr
 

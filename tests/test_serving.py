@@ -148,7 +148,18 @@ def test_refusals_are_openais_errors(client: Any, url: str) -> None:
     with pytest.raises(openai.BadRequestError, match="there are 2 prompts: send them one at a time"):
         client.completions.create(model="tiny", prompt=["a", "b"])
     assert httpx.post(f"{url}/v1/chat/completions", content=b"{").status_code == 400
-    assert httpx.get(f"{url}/v1/embeddings").status_code == 404
+    for path, body, status, words in (
+        ("completions", b'{"prompt": "\xff"}', 400, "parsing the body"),
+        ("completions", b'{"prompt": ""}', 400, "the prompt is empty"),
+        ("completions", b'{"prompt": "a \\ud83d"}', 400, "the text is not Unicode at position 2"),
+        ("chat/completions", b'{"messages": []}', 400, "there are no messages"),
+        ("completions", b"[]", 400, "body: Input should be a valid dictionary"),
+        ("embeddings", b"{}", 404, "POST /v1/embeddings: Not Found"),
+    ):
+        answer = httpx.post(f"{url}/v1/{path}", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == status and words in answer.json()["error"]["message"], answer.text
+        assert answer.json()["error"]["code"] is None
+    assert httpx.get(f"{url}/v1/completions").json()["error"]["message"] == "GET /v1/completions: Method Not Allowed"
     assert client.completions.create(model="tiny", prompt="The heron", max_tokens=2).choices[0].text
 
 
@@ -327,6 +338,8 @@ def test_what_keeps_it_from_serving_is_one_sentence() -> None:
         assert (
             said == f"moespac: cannot listen on 127.0.0.1, port {port}: Address already in use: choose another --port\n"
         )
+    _, said = (process := serve("--host", "no-such-host.invalid")).communicate(timeout=30)
+    assert said == "moespac: cannot listen on no-such-host.invalid: not a name or an address of this machine\n"
     _, said = (process := serve(before="import sys; sys.modules['fastapi'] = None")).communicate(timeout=30)
     assert process.returncode == 1 and said.startswith("moespac: serving needs more packages (")
     assert said.endswith("pip install 'moespac-llamacpp[serve]'\n")

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from moespac_llamacpp.bench import machine, report, suite_runs
 from moespac_llamacpp.bench.compare import Comparison, Effort, OutOfTimeError
 from moespac_llamacpp.bench.process import WorkerError
-from moespac_llamacpp.bench.rig import Rig
+from moespac_llamacpp.bench.rig import Rig, stock_command
 from moespac_llamacpp.bench.settings import MEMORIES, Choices
 from moespac_llamacpp.bench.suites import SUITES, SuiteError, messages
 from moespac_llamacpp.bench.targets import QUICK, Row, choose
 from moespac_llamacpp.bench.texts import PlantedTexts
 from moespac_llamacpp.commands.shared import fail
+from moespac_llamacpp.policies import NAMES as POLICIES
 from moespac_llamacpp.synth.pair import Pair
 
-bench = typer.Typer(no_args_is_help=True, help="Measure this project against llama.cpp.")
+N = TypeVar("N", int, float)
+
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure this project against llama.cpp.")
+
+
+def _numbers(option: str, text: str, number: type[N]) -> list[N]:
+    """ValueError: not numbers with commas."""
+    try:
+        return [number(word) for word in _words(text)]
+    except ValueError as error:
+        raise ValueError(f"{option} takes numbers with commas, not {text!r}") from error
+
+
+def _known(option: str, text: str, names: Sequence[str]) -> tuple[str, ...]:
+    """ValueError: one of the words is not among the names."""
+    for word in _words(text):
+        if word not in names:
+            raise ValueError(f"{option} takes {', '.join(names)}, not {word!r}")
+    return _words(text)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -90,11 +110,13 @@ def compare(
         default_lengths, default_memory = ("2,4", "pinned,mmap") if quick else ("2,3,4,6,8", ",".join(MEMORIES))
         choices = Choices(
             drafts,
-            lengths=tuple(int(n) for n in _words(lengths or default_lengths)),
-            memories=_words(memory or default_memory),
-            policies=_words(policies),
+            lengths=tuple(_numbers("--lengths", lengths or default_lengths, int)),
+            memories=_known("--memory", memory or default_memory, MEMORIES),
+            policies=_known("--policies", policies, POLICIES),
             ngram=ngram,
         )
+        shares = [n / 100 for n in _numbers("--budgets", budgets, float)]
+        grid_threads, grid_drafts = _numbers("--threads", threads, int), _numbers("--grid-lengths", grid_lengths, int)
         effort = Effort(
             coarse_tokens=min(64, tokens or 64),
             tokens=tokens or (96 if quick else 128),
@@ -111,9 +133,7 @@ def compare(
             where = machine.describe(rig.hello, commit)
             _say(machine.short(where))
             if not rows and not quick:
-                shares = [float(b) / 100 for b in _words(budgets)]
-                wanted = [int(n) for n in _words(grid_lengths)]
-                comparison.grid(shares, [int(t) for t in _words(threads)], stems, wanted)
+                comparison.grid(shares, grid_threads, stems, grid_drafts)
                 report.save(out, comparison, about, where)
             _measure(comparison, chosen, lambda: report.save(out, comparison, about, where))
     except (ValueError, OSError, WorkerError, OutOfTimeError) as error:
@@ -169,6 +189,10 @@ def suites(
 ) -> None:
     """Tokens per second on the suites of the paper, with models of your own, both sides in turn."""
     try:
+        stock_command(stock)
+        for file in (model, draft_model):
+            if file and not file.is_file():
+                raise ValueError(f"{file}: there is no such file")
         files = dict(word.partition("=")[::2] for word in rows or ())
         chosen = {s: messages(s, prompts, Path(files[s]) if s in files else None) for s in _words(suite)}
         drafts = {draft_model.stem: draft_model} if draft_model else {}
@@ -177,8 +201,8 @@ def suites(
             cache_share,
             draft_model.stem if draft_model else None,
             draft_max,
-            _words(memory),
-            _words(policies),
+            _known("--memory", memory, MEMORIES),
+            _known("--policies", policies, POLICIES),
         )
         out.mkdir(parents=True, exist_ok=True)
         runs: list[suite_runs.SuiteRun] = []

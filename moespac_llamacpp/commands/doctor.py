@@ -17,7 +17,7 @@ import typer
 from moespac_llamacpp import __version__, native
 from moespac_llamacpp._build import LOCAL_VERSION, installed_version
 from moespac_llamacpp.commands.models import resolve
-from moespac_llamacpp.commands.shared import fail, find_device
+from moespac_llamacpp.commands.shared import fail, find_device, reason
 from moespac_llamacpp.machine import cache_folder, host_memory
 from moespac_llamacpp.models import Context, LoadError, Model, capture_log
 from moespac_llamacpp.profile import Profile, save
@@ -123,7 +123,10 @@ def tell_rates(where: native.Device, threads: int, problem: Problem) -> None:
     try:
         typer.echo(f"profile: {save(profile, cache_folder(os.environ))}")
     except OSError as error:
-        problem(f"the profile cannot be kept: {error}", "mend the permissions, or set XDG_CACHE_HOME to another folder")
+        problem(
+            f"the profile cannot be kept: {reason(error)}",
+            "mend the permissions, or set XDG_CACHE_HOME to another folder",
+        )
 
 
 def judge_rates(where: native.Device, profile: Profile, problem: Problem) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from moespac_llamacpp import hotset
+from moespac_llamacpp.commands.shared import reason
 from moespac_llamacpp.machine import cache_folder
 from moespac_llamacpp.models import Context
 from moespac_llamacpp.policies import make
@@ -77,8 +78,10 @@ def _last_run(context: Context) -> hotset.HotSet | None:
         return hotset.load(
             hotset.path_for(cache_folder(os.environ), context.model.path), experts.n_rows, experts.n_expert
         )
+    except FileNotFoundError:  # no home folder; said when the run ends
+        return None
     except (hotset.HotSetError, OSError) as error:
-        typer.echo(f"moespac: {error}", err=True)
+        typer.echo(f"moespac: {reason(error) if isinstance(error, OSError) else error}", err=True)
         return None
 
 
@@ -86,4 +89,4 @@ def _leave(context: Context, residency: Residency) -> None:
     try:
         hotset.save(hotset.path_for(cache_folder(os.environ), context.model.path), residency.hot_set())
     except OSError as error:
-        typer.echo(f"moespac: the hot set was not kept for the next run: {error}", err=True)
+        typer.echo(f"moespac: the hot set was not kept for the next run: {reason(error)}", err=True)

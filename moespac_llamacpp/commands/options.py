@@ -36,7 +36,12 @@ class LoadOptions:
 
     model: Annotated[
         Path,
-        typer.Option("--model", "-m", help="GGUF file or name (see models) of the target (default: the bundled one)."),
+        typer.Option(
+            "--model",
+            "-m",
+            help="GGUF file or name (see models) of the target (default: the bundled one).",
+            show_default=False,
+        ),
     ] = TINY_MODEL
     hf_repo: Annotated[
         str | None,
@@ -49,7 +54,12 @@ class LoadOptions:
     hf_repo_draft: Annotated[
         str | None, typer.Option("--hf-repo-draft", "-hfd", help="The same for the draft model, instead of -md.")
     ] = None
-    ctx: Annotated[int, typer.Option("--ctx", "-c", min=0, help="Context length in tokens, 0: as trained.")] = 0
+    ctx: Annotated[
+        int,
+        typer.Option(
+            "--ctx", "-c", min=0, help="Context length in tokens, 0: as trained, or less to leave room for experts."
+        ),
+    ] = 0
     batch: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Tokens of a prompt handed over at once.")] = (
         2048
     )

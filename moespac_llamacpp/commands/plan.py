@@ -31,7 +31,10 @@ def plan_command(
         options = settle(load)
         plan = plan_of(options, device)
         drafter = draft_path(options) if draft_kind(options) == "model" else None
-    profile = load_profile(cache_folder(os.environ), f"{device.name} {device.description}")
+    try:
+        profile = load_profile(cache_folder(os.environ), f"{device.name} {device.description}")
+    except FileNotFoundError:  # no home folder, so nothing was kept there
+        profile = None
     expected = estimate(plan, profile) if profile else None
     if json:
         typer.echo(dumps(plan.record() | {"expected": asdict(expected) if expected else None}, indent=1))

@@ -21,14 +21,21 @@ def plot_command(
 ) -> None:
     """Draw a session: tokens a second, hits, uploads, and where the experts lived."""
     try:
-        write(out or telemetry.with_suffix(".svg"), draw_telemetry(read_telemetry(telemetry), telemetry.name))
+        drawing = draw_telemetry(read_telemetry(telemetry), telemetry.name)
+        write(out or telemetry.with_suffix(".svg"), drawing)
     except PlotError as error:
         raise fail(error) from error
 
 
 def inspect_command(
     model: Annotated[
-        Path, typer.Option("--model", "-m", help="GGUF file to look at, or name (see models).")
+        Path,
+        typer.Option(
+            "--model",
+            "-m",
+            help="GGUF file to look at, or name (see models; default: the bundled one).",
+            show_default=False,
+        ),
     ] = TINY_MODEL,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     svg: Annotated[Path | None, typer.Option("--svg", help="Also draw the bytes into this file.")] = None,

@@ -78,6 +78,8 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=128)
     except OSError as error:
+        if (error.errno or 0) < 0:  # of the look-up of the name
+            raise fail(f"cannot listen on {host}: not a name or an address of this machine") from error
         raise fail(
             f"cannot listen on {host}, port {port}: {os.strerror(error.errno or 0)}: choose another --port"
         ) from error

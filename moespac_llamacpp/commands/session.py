@@ -76,7 +76,7 @@ def told() -> Iterator[None]:
     """Ends the command with a sentence where something fails that the user can understand."""
     try:
         yield
-    except typer.Exit:  # a RuntimeError that has been told already
+    except (typer.Exit, BrokenPipeError):  # told already; nobody reads on, and typer ends without a word
         raise
     except (ValueError, RuntimeError, OSError) as error:  # LoadError, MoeError and all the others among them
         raise fail(error) from error

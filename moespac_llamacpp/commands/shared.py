@@ -13,8 +13,14 @@ from moespac_llamacpp import native
 
 
 def fail(message: object) -> typer.Exit:
-    typer.echo(f"moespac: {message}", err=True)
+    """Says it as a sentence; to be raised."""
+    typer.echo(f"moespac: {reason(message) if isinstance(message, OSError) else message}", err=True)
     return typer.Exit(1)
+
+
+def reason(error: OSError) -> str:
+    """The operating system's own words, and the file if it is about one."""
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
 
 
 def tell_abort(reason: str) -> None:

@@ -92,8 +92,11 @@ class Pair:
 
     @property
     def about(self) -> dict[str, object]:
-        """What was ordered, and what verification found."""
-        return dict(json.loads((self.folder / "about.json").read_text()))
+        """What was ordered, and what verification found. ValueError: there is no pair in the folder."""
+        try:
+            return dict(json.loads((self.folder / "about.json").read_text()))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.folder}: there is no pair that `moespac synth` wrote") from error
 
 
 def _check_same(pair: Pair, plan: Plan) -> None:

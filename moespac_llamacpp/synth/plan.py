@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,8 +110,10 @@ def fit_trace(path: Path, shape: Shape, rng: np.random.Generator) -> tuple[NDArr
             experts = file["experts"]
             n_from = int(file["n_expert"])
             decoded = file["is_decode"].astype(bool) if "is_decode" in file else np.ones(len(experts), bool)
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{path}: not a routing trace ({error}): moespac trace writes one") from error
+    except OSError as error:
+        raise ValueError(f"{path}: the routing trace cannot be read: {error.strerror or error}") from error
+    except (KeyError, ValueError, TypeError, EOFError, BadZipFile) as error:  # whatever numpy takes it for
+        raise ValueError(f"{path}: not a routing trace: moespac trace writes one") from error
     if experts.ndim != 3 or len(experts) < 2:
         raise ValueError(f"{path}: not a routing trace: experts has shape {experts.shape}")
     missing = np.iinfo(experts.dtype).max
