@@ -112,7 +112,7 @@ class Moespac:
             self.decoder, notices = open_decoder(self.options, find_device(self.options.device), stack, progress)
             #: closes everything once, at the latest when the program ends
             self._close = weakref.finalize(self, stack.pop_all().close)
-        self.notices: list[str] = list(notices)  # sentences for the user, new ones at the end
+        self.notices: list[str] = notices  # sentences for the user, new ones at the end, also when it is closed
         self._watch = watch = _Watch()
         self.decoder.on_prompt = lambda done, total: watch.look()
         self.verbose = verbose

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moespac_llamacpp import native
-from moespac_llamacpp.commands.engine import EngineOptions, open_residency
+from moespac_llamacpp import hotset, native
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import Drafter, GgufDraft, NgramDraft, NoDraft
+from moespac_llamacpp.machine import cache_folder
 from moespac_llamacpp.memory import parse_bytes
 from moespac_llamacpp.models import Context, Model
 from moespac_llamacpp.options import context_fields, tensor_overrides
 from moespac_llamacpp.plan import Plan, Wishes
 from moespac_llamacpp.planner import Pair, plan_pair
 from moespac_llamacpp.policies import NAMES as POLICIES
+from moespac_llamacpp.policies import make
+from moespac_llamacpp.residency import Residency
 from moespac_llamacpp.sampling import Sampling
 from moespac_llamacpp.telemetry import Telemetry
 
@@ -86,7 +89,7 @@ def find_device(name: str | None) -> native.Device:
 def open_decoder(
     options: Options, device: native.Device, stack: ExitStack, progress: Progress = silent
 ) -> tuple[Decoder, list[str]]:
-    """(a decoder, sentences for the user). All sizes are those of the memory plan. Everything is closed with the stack.
+    """(a decoder, sentences for the user; closing may add some). All sizes are those of the memory plan. The stack closes all.
 
     LoadError, MoeError, TelemetryError, ValueError: the text is the sentence for the user."""
     if options.policy not in POLICIES:
@@ -116,8 +119,8 @@ def open_decoder(
     drafter = _open_drafter(options, kind, context, device, stack, progress)
     assert context.experts is not None
     context.experts.set_slots(plan.slots)
-    placement = EngineOptions(options.policy, options.frequency, options.balancer, options.sync_moves, options.hot_set)
-    residency = stack.enter_context(open_residency(context, placement, progress))
+    notices += warnings(context.experts, device)
+    residency = stack.enter_context(open_residency(context, options, notices, progress))
     decoder = Decoder(
         context,
         residency,
@@ -131,7 +134,55 @@ def open_decoder(
         telemetry=telemetry,
     )
     stack.callback(decoder.close)
-    return decoder, [*notices, *warnings(context.experts, device)]
+    return decoder, notices
+
+
+@contextmanager
+def open_residency(
+    context: Context, options: Options, notices: list[str], progress: Progress = silent
+) -> Iterator[Residency]:
+    """Slots filled and a policy at work, for a context whose slots are set; at a good end the hot set is left.
+
+    notices: sentences for the user are added to it, also at the end. ValueError: an option that does not fit the policy."""
+    experts = context.experts
+    assert experts is not None
+    policy = make(
+        options.policy, experts.n_rows, experts.n_expert, frequency=options.frequency, balanced=options.balancer
+    )
+    residency = Residency(experts, policy, sync_moves=options.sync_moves)
+    try:
+        keep = options.hot_set and bool(residency.n_slots.any())
+        hot = _last_run(context, notices) if keep else None
+        with progress("uploading experts") as report:
+            residency.fill(hot, report)
+        try:
+            yield residency
+        except KeyboardInterrupt:  # a good end too
+            if keep:
+                _leave(context, residency, notices)
+            raise
+        if keep:
+            _leave(context, residency, notices)
+    finally:
+        residency.close()
+
+
+def _last_run(context: Context, notices: list[str]) -> hotset.HotSet | None:
+    experts = context.experts
+    assert experts is not None
+    try:
+        path = hotset.path_for(cache_folder(os.environ), context.model.path)
+        return hotset.load(path, experts.n_rows, experts.n_expert)
+    except (hotset.HotSetError, OSError) as error:
+        notices.append(str(error))
+        return None
+
+
+def _leave(context: Context, residency: Residency, notices: list[str]) -> None:
+    try:
+        hotset.save(hotset.path_for(cache_folder(os.environ), context.model.path), residency.hot_set())
+    except OSError as error:
+        notices.append(f"the hot set was not kept for the next run: {error}")
 
 
 def plan_of(options: Options, device: native.Device) -> Plan:

@@ -31,8 +31,8 @@ class Sample:
     hot: NDArray[np.float64]
 
     def track(self, rates: Rates) -> None:
-        """In-stream, the device tells its time (`hot`). Portable, it is known where the CPU waited for it: from its launch to the end
-        of that wait."""
+        """In-stream, the device tells its time (`hot`). Portable, it is known where the CPU waited for it: from its launch to the
+        end of that wait."""
         on_cpu = (self.cold_experts > 0) & (self.cold > 0)
         if on_cpu.any():
             rates.track_cpu(self.cold[on_cpu], self.cold_experts[on_cpu], self.cold_pairs[on_cpu])

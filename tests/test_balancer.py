@@ -154,7 +154,9 @@ def test_a_device_that_tells_its_time_is_believed() -> None:
     """In-stream the device waits for the CPU: that is none of its own time."""
     rates = Rates()
     for _ in range(100):
-        perf(n_calls=16, hot_experts=80, hot_pairs=80, cold_experts=40, cold_pairs=40, cold=5e-3, wait=4e-3, hot=1e-3).track(rates)
+        perf(
+            n_calls=16, hot_experts=80, hot_pairs=80, cold_experts=40, cold_pairs=40, cold=5e-3, wait=4e-3, hot=1e-3
+        ).track(rates)
     device = 16 * rates.device_call + 80 * (rates.device_expert + rates.device_pair)
     assert device == pytest.approx(1e-3, rel=1e-2)
 

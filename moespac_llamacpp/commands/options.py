@@ -11,7 +11,6 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from moespac_llamacpp.commands.engine import NoBalancerOption, NoFrequencyOption, NoHotSetOption, SyncMovesOption
 from moespac_llamacpp.engine import TINY_MODEL
 from moespac_llamacpp.grammar import from_json_schema, read_grammar
 from moespac_llamacpp.policies import NAMES as POLICIES
@@ -88,10 +87,17 @@ class LoadOptions:
         ),
     ] = None
     policy: Annotated[str, typer.Option("--policy", help=f"Which experts move: {', '.join(POLICIES)}.")] = "moe-spac"
-    no_frequency: NoFrequencyOption = False
-    no_balancer: NoBalancerOption = False
-    sync_moves: SyncMovesOption = False
-    no_hot_set: NoHotSetOption = False
+    no_frequency: Annotated[
+        bool, typer.Option("--no-frequency", help="Ablation: experts count as used or not, not how often.")
+    ] = False
+    no_balancer: Annotated[
+        bool, typer.Option("--no-balancer", help="Ablation: no threshold, whatever the slots hold moves.")
+    ] = False
+    sync_moves: Annotated[bool, typer.Option("--sync-moves", help="Ablation: each step waits for its uploads.")] = False
+    no_hot_set: Annotated[
+        bool,
+        typer.Option("--no-hot-set", help="Do not start with the experts that the last run left, nor leave any."),
+    ] = False
     draft_model: Annotated[
         Path | None,
         typer.Option("--draft-model", "-md", help="GGUF file of a draft model with the target's vocabulary."),
