@@ -54,6 +54,7 @@ class Options:
     n_gpu_layers: int = -1  # layers whose tensors, without the experts, go to the GPU; -1: all
     n_gpu_layers_draft: int = -1
     device: str | None = None  # of the slots; None: the first GPU, else the CPU once more
+    execution: str = "auto"  # of the layers with experts: a name of native.EXECUTIONS
     cache_share: float | None = None  # of each layer's experts with a slot
     expert_budget: str | int | None = None  # bytes for slots, such as "8G"; instead of cache_share
     vram: str | int | None = (
@@ -119,7 +120,7 @@ def open_decoder(
     drafter = _open_drafter(options, kind, context, device, stack, progress)
     assert context.experts is not None
     context.experts.set_slots(plan.slots)
-    notices += warnings(context.experts, device)
+    notices += warnings(context.experts, device, options.execution)
     residency = stack.enter_context(open_residency(context, options, notices, progress))
     decoder = Decoder(
         context,
@@ -187,6 +188,7 @@ def _leave(context: Context, residency: Residency, notices: list[str]) -> None:
 
 def plan_of(options: Options, device: native.Device) -> Plan:
     """What `open_decoder` loads, and where. LoadError, MoeError, ValueError (a PlanError if it does not fit)."""
+    native.check_execution(options.execution)  # before anything is read
     kind = draft_kind(options)
     pair = Pair(
         options.model,
@@ -198,6 +200,7 @@ def plan_of(options: Options, device: native.Device) -> Plan:
         n_batch=options.n_batch,
         n_ubatch=options.n_ubatch,
         overrides=tensor_overrides(options.override_tensor),
+        execution=options.execution,
         context=context_fields(options.flash_attn, options.cache_type_k, options.cache_type_v),
     )
     wishes = Wishes(size_of(options.vram), size_of(options.expert_budget), options.cache_share)
@@ -219,6 +222,7 @@ def _context(options: Options, target: Model, plan: Plan, device: native.Device,
         n_ubatch=options.n_ubatch,
         n_threads=options.n_threads,
         device=device,
+        execution=options.execution,
         perf=True,
         params=fields,
     )
@@ -260,8 +264,8 @@ def _open_drafter(
     return GgufDraft(own, context.model, context_shift=options.context_shift)
 
 
-def warnings(experts: native.Experts, device: native.Device) -> Sequence[str]:
-    """What makes it slower than it could be."""
+def warnings(experts: native.Experts, device: native.Device, execution: str = "auto") -> Sequence[str]:
+    """What makes it slower than it could be. execution: the one that was asked for."""
     found = []
     total, pinned = experts.host_bytes()
     if device.host_buffer_type and pinned < total:
@@ -272,4 +276,6 @@ def warnings(experts: native.Experts, device: native.Device) -> Sequence[str]:
     for row in experts.rows():
         if not row.hybrid:
             found.append(f"layer {row.il} takes llama.cpp's own path: {row.fallback}")
+        elif execution == "in-stream" and not row.in_stream:
+            found.append(f"layer {row.il} is not computed in-stream: {row.portable}")
     return found

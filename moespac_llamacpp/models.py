@@ -265,13 +265,17 @@ class Context:
         n_threads: int | None = None,
         device: native.Device | None = None,
         attach: bool = True,
+        execution: str = "auto",
         perf: bool = False,
         params: Mapping[str, Any] | None = None,
     ) -> None:
         """n_ctx: 0 for the trained length. n_threads: for single tokens and batches alike, None for the cores there are.
-        params: further fields of llama_context_params, such as type_k, type_v, flash_attn_type.
+        execution: of the layers with experts, a name of native.EXECUTIONS. params: further fields of llama_context_params, such
+        as type_k, type_v, flash_attn_type.
 
-        LoadError: no memory, or the model has no MoE layers (with `attach`)."""
+        LoadError: no memory, the model has no MoE layers, or none that has this execution (with `attach`). ValueError: there is
+        no such execution."""
+        native.check_execution(execution)
         self.model = model
         fields = llama_cpp.llama_context_default_params()
         fields.n_ctx = n_ctx
@@ -296,7 +300,7 @@ class Context:
         self.n_past = 0
         if attach:
             try:
-                self.experts = native.Experts(self.pointer, device, perf=perf)
+                self.experts = native.Experts(self.pointer, device, execution=execution, perf=perf)
             except native.MoeError as error:
                 self.close()
                 dense = "a dense model: it has no experts to place; as a draft give it with -md"

@@ -21,8 +21,9 @@ from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metada
 from typer.testing import CliRunner
 
 from hub import Hub, start_hub
-from moespac_llamacpp import Moespac
+from moespac_llamacpp import Moespac, native
 from moespac_llamacpp.cli import app
+from moespac_llamacpp.commands.options import Execution
 from moespac_llamacpp.decoder import PromptError
 from moespac_llamacpp.grammar import GrammarError
 from moespac_llamacpp.models import LoadError
@@ -460,6 +461,36 @@ def test_the_command_line_takes_them_by_llama_cpps_names() -> None:
     ):
         done = CliRunner().invoke(app, ["generate", "x", "-t", "1", "--chat", option, value])
         assert done.exit_code == 1 and done.stdout == "" and f"moespac: {sentence}" in done.stderr
+
+
+@pytest.mark.parametrize("execution", ["portable", "in-stream"])
+def test_either_execution_can_be_chosen(execution: str) -> None:
+    with Moespac(execution=execution, n_ctx=256, cache_share=0.5, draft="none") as llm:
+        experts = llm.decoder.context.experts
+        assert experts is not None
+        assert {row.in_stream for row in experts.rows()} == {execution == "in-stream"}
+        assert llm.generate("The heron", max_tokens=4)
+    command = [
+        sys.executable,
+        "-m",
+        "moespac_llamacpp.cli",
+        "generate",
+        "The heron",
+        "-n",
+        "3",
+        "--execution",
+        execution,
+    ]
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 0
+
+
+def test_an_execution_that_does_not_exist_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no execution 'fast' \(there are auto, portable, in-stream\)"):
+        Moespac(tmp_path / "none.gguf", execution="fast")
+
+
+def test_the_command_line_knows_every_execution() -> None:
+    assert [choice.value for choice in Execution] == list(native.EXECUTIONS)
 
 
 def test_a_model_of_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

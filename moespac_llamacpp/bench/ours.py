@@ -44,13 +44,13 @@ class Worker:
     def bandwidths(self, threads: Sequence[int], seconds: float) -> dict[str, Any]:
         return hardware.measure(self.device, threads, seconds)
 
-    def load(self, path: str, n_ctx: int, n_batch: int) -> dict[str, Any]:
+    def load(self, path: str, n_ctx: int, n_batch: int, execution: str = "auto") -> dict[str, Any]:
         """The target, with its experts in host memory."""
         del stock._log[:]
         free = self.device.memory[0]
         start = time.perf_counter()
         model = Model(path, experts_device=self.device)
-        self.target = Context(model, n_ctx=n_ctx, n_batch=n_batch, device=self.device)
+        self.target = Context(model, n_ctx=n_ctx, n_batch=n_batch, device=self.device, execution=execution)
         answer = {
             "seconds": time.perf_counter() - start,
             "buffers": stock.buffers(),
@@ -182,7 +182,7 @@ class Worker:
             "slot_bytes": sum(r.n_slots * r.expert_bytes for r in self.experts.rows()),
             "device_bytes": self.experts.device_bytes(),
             "device_reading": used,
-            "in_stream": any(vars(r).get("in_stream", False) for r in self.experts.rows()),
+            "in_stream": any(r.in_stream for r in self.experts.rows()),
             "buffers": stock.buffers(),
             "us": {name[3:]: value for name, value in vars(perf).items() if name.startswith("us_")},
             **self._expert_bytes(),

@@ -23,6 +23,12 @@ class DraftKind(str, enum.Enum):
     none = "none"
 
 
+class Execution(str, enum.Enum):
+    auto = "auto"
+    portable = "portable"
+    in_stream = "in-stream"
+
+
 class Switch(str, enum.Enum):
     on = "on"
     off = "off"
@@ -63,6 +69,9 @@ class LoadOptions:
         typer.Option("--threads-batch", "-tb", min=1, help="CPU threads for several tokens (default: as -t)."),
     ] = None
     device: Annotated[str | None, typer.Option("--device", help="Name of the device for slots (see doctor).")] = None
+    execution: Annotated[
+        Execution, typer.Option("--execution", help="How layers are computed whose experts are in two places.")
+    ] = Execution.auto
     gpu_layers: Annotated[
         int, typer.Option("--gpu-layers", "-ngl", help="Layers, without their experts, on the GPU, -1: all.")
     ] = -1

@@ -41,6 +41,7 @@ def settle(load: LoadOptions) -> Options:
         n_gpu_layers=load.gpu_layers,
         n_gpu_layers_draft=load.draft_gpu_layers,
         device=load.device,
+        execution=load.execution.value,
         cache_share=load.cache_share,
         expert_budget=load.expert_budget,
         vram=load.vram,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import typer
 
-from moespac_llamacpp import native
+from moespac_llamacpp import engine, native
 
 
 def fail(message: object) -> typer.Exit:
@@ -47,9 +47,8 @@ def progress(label: str) -> Iterator[Callable[[float], None]]:
 
 
 def find_device(name: str | None) -> native.Device:
-    if name is None:
-        return native.default_device()
-    for device in native.devices():
-        if device.name.lower() == name.lower():
-            return device
-    raise fail(f"there is no device {name!r}; there are {', '.join(d.name for d in native.devices())}")
+    """typer.Exit after a sentence: there is no such device."""
+    try:
+        return engine.find_device(name)
+    except ValueError as error:
+        raise fail(error) from error
