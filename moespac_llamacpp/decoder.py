@@ -226,6 +226,8 @@ class Decoder:
                     return
                 tokens = self._step(tokens[-1], max_tokens - report.n_generated)
         finally:
+            if self.residency:
+                self.residency.rest()  # a step that failed, or was interrupted, may have left moves to be started
             report.seconds = time.perf_counter() - start
             report.n_draft_evaluated = self.drafter.n_evaluated - before
             del report.logprobs[len(report.tokens) :], report.top_logprobs[len(report.tokens) :]

@@ -342,9 +342,11 @@ class Context:
         code = llama_cpp.llama_decode(self.pointer, batch)
         if code != 0:
             llama_cpp.llama_synchronize(self.pointer)
-            if not self.rollback(self.n_past):  # the ubatches before the one that failed are in the cache
+            # The ubatches before the one that failed are in the cache; if a layer failed in one of them, see below.
+            failure = self.experts.failure() if self.experts else ""
+            if failure or not self.rollback(self.n_past):
                 self.clear()
-            raise RuntimeError(f"decoding {n} tokens failed with code {code}: {_reason()}")
+            raise RuntimeError(f"decoding {n} tokens failed with code {code}: {failure or _reason()}")
         self.n_past += n
         logits = llama_cpp.llama_get_logits(self.pointer)
         if self.experts and (failure := self.experts.failure()):
