@@ -247,6 +247,7 @@ class Residency:
     def rest(self) -> None:
         """Waits until the thread does nothing with the context, wherever the step ended. Raises nothing."""
         self._worker.wait()
+        self.window.ended()
 
     def join(self) -> None:
         """Waits until the policy has heard and planned everything; raises what failed there."""

@@ -288,6 +288,19 @@ def test_after_a_draft_that_was_interrupted_the_thread_leaves_the_context_alone(
     residency.publish()
 
 
+def test_the_time_after_a_decode_that_failed_is_not_the_decodes(residency_of: Bench) -> None:
+    residency, experts = residency_of(Ear())
+    residency.plan()
+    residency.publish()
+    residency.rest()  # the decode failed
+    time.sleep(0.05)
+    residency.observe([1])  # the next text's prompt
+    assert residency.window.decode_seconds is None
+    residency.plan()
+    decode(residency, experts, np.random.default_rng(0))
+    assert residency.window.decode_seconds is not None
+
+
 def test_a_closed_planner_says_so_instead_of_waiting_for_ever(residency_of: Bench) -> None:
     residency, experts = residency_of(Ear())
     decode(residency, experts, np.random.default_rng(0))
