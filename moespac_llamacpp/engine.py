@@ -156,6 +156,7 @@ def open_residency(
         hot = _last_run(context, notices) if keep else None
         with progress("uploading experts") as report:
             residency.fill(hot, report)
+        experts.reset_perf()  # these uploads are no part of what is generated
         try:
             yield residency
         except KeyboardInterrupt:  # a good end too

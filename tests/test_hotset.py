@@ -198,3 +198,9 @@ def test_a_hot_set_that_cannot_be_kept_is_one_line_at_the_end(own_cache: Path) -
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout
     assert done.stderr.splitlines()[-1].startswith("moespac: the hot set was not kept for the next run: ")
+
+
+def test_what_the_slots_start_with_is_not_counted_as_uploads_of_the_text() -> None:
+    command = [sys.executable, "-m", "moespac_llamacpp.cli", "generate", "The heron", "-n", "3", "--policy", "static"]
+    done = subprocess.run([*command, "--draft", "none"], capture_output=True, text=True, timeout=120)
+    assert done.stderr.splitlines()[-1].endswith("; 0 uploads, 0.0 MiB")
