@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gguf
 import llama_cpp
@@ -22,9 +22,11 @@ from typer.testing import CliRunner
 
 from hub import Hub, start_hub
 from moespac_llamacpp import Moespac, native
+from moespac_llamacpp.api import Piece
 from moespac_llamacpp.cli import app
 from moespac_llamacpp.commands.options import Execution
-from moespac_llamacpp.decoder import PromptError
+from moespac_llamacpp.decoder import PromptError, Report
+from moespac_llamacpp.formats import Head
 from moespac_llamacpp.grammar import GrammarError
 from moespac_llamacpp.models import LoadError
 from moespac_llamacpp.tools import Demand, demand, read_calls
@@ -277,6 +279,21 @@ def test_calls_are_found_in_an_answer(llm: Moespac) -> None:
             llm.create_chat_completion(QUESTION, tools=[TOOL], grammar=wrong)["choices"][0]["message"]["content"]
             == text
         )
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ('{"name": "look", "arguments": {"at": "a <tool_call> th', Demand(any_call=True)),  # cut off
+        ("So <tool_call>is what it writes", Demand(listens=True)),
+        ("So é<tool_", Demand(listens=True)),
+    ],
+)
+def test_a_stream_loses_nothing_of_what_is_no_call(llm: Moespac, text: str, wanted: Demand) -> None:
+    report = Report(finish_reason="length")
+    pieces = (Piece(text[i : i + 3], 0, 0, report) for i in range(0, len(text), 3))
+    chunks = llm._chat_chunks(Head("id", 0, "tiny"), cast(Any, pieces), wanted, False)
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == text
 
 
 def test_several_calls_and_what_is_none() -> None:
