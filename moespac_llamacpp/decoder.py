@@ -346,7 +346,7 @@ class Decoder:
         self._notice()
         if self.residency and observed:
             self.residency.observe(batch, [i <= n_accepted for i in range(len(batch))])
-        step = Step("step", context.n_past, len(batch), len(draft.tokens), n_accepted, len(tokens))
+        step = Step("step", context.n_past, len(batch), len(draft.tokens), n_accepted, self._n_gained(tokens))
         times = (drafted - start, decoded - drafted, accepted - decoded, time.perf_counter() - accepted)
         step.draft_ms, step.decode_ms, step.accept_ms, step.plan_ms = (1000 * seconds for seconds in times)
         self._tell(step)
@@ -389,6 +389,11 @@ class Decoder:
         for row, token in zip(logits, following, strict=False):
             self.report.prompt_logprobs.append(log_probability(row, token))
             self.report.prompt_top_logprobs.append(top_log_probabilities(row, self._n_top))
+
+    def _n_gained(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens become text: those before one that ends it."""
+        ends = (i for i, token in enumerate(tokens) if token == END or self.context.model.ends(token))
+        return next(ends, len(tokens))
 
     def _tell(self, step: Step) -> None:
         if self.telemetry:
