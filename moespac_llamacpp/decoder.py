@@ -257,8 +257,7 @@ class Decoder:
             keep = 0
         self.report.n_reused = keep
         for i in range(keep, len(prompt), self.context.n_batch):
-            if self.on_prompt:
-                self.on_prompt(i - keep, len(prompt) - keep)
+            self._show(i - keep, len(prompt) - keep)
             chunk = prompt[i : i + self.context.n_batch]
             start = time.perf_counter()
             logits = self._decode(chunk, all_logits=self.all_logits or log_all)
@@ -270,9 +269,16 @@ class Decoder:
             step = Step("prompt", self.context.n_past, len(chunk), decode_ms=1000 * (decoded - start))
             step.plan_ms = 1000 * (time.perf_counter() - decoded)
             self._tell(step)
-        if self.on_prompt:
-            self.on_prompt(len(prompt) - keep, len(prompt) - keep)
+        self._show(len(prompt) - keep, len(prompt) - keep)
         return logits
+
+    def _show(self, done: int, total: int) -> None:
+        """RuntimeError: who was shown it has closed the decoder, or started another text."""
+        run = self._run
+        if self.on_prompt:
+            self.on_prompt(done, total)
+        if self._run != run:
+            raise RuntimeError(ABANDONED)
 
     def _decode(self, tokens: Sequence[int], *, all_logits: bool) -> NDArray[np.float32]:
         try:

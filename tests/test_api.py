@@ -419,6 +419,22 @@ def test_closing_twice_is_safe_and_what_is_closed_says_so() -> None:
         next(stream)
 
 
+@pytest.mark.parametrize("n_calls", [2, 3])
+def test_a_model_can_be_closed_while_it_reads_a_prompt(n_calls: int) -> None:
+    """From within: on_step is called before the prompt, before its only piece, and after it."""
+    with Moespac(TARGET, draft="none", n_ctx=256, cache_share=0.25) as llm:
+        calls = iter(range(1, 10))
+
+        def close() -> None:
+            if next(calls) == n_calls:
+                llm.close()
+
+        llm.on_step = close
+        with pytest.raises(RuntimeError, match="this text cannot go on"):
+            llm.generate("The heron", max_tokens=4)
+        assert llm.closed
+
+
 def test_a_model_that_nobody_closed_is_freed() -> None:
     llm = Moespac(TARGET, draft="none", **SMALL)
     context = llm.decoder.context
