@@ -112,7 +112,7 @@ class Moespac:
             self.decoder, notices = open_decoder(self.options, find_device(self.options.device), stack, progress)
             #: closes everything once, at the latest when the program ends
             self._close = weakref.finalize(self, stack.pop_all().close)
-        self.notices: list[str] = list(notices)  # sentences for the user, new ones at the end
+        self.notices: list[str] = notices  # sentences for the user, new ones at the end, also when it is closed
         self._watch = watch = _Watch()
         self.decoder.on_prompt = lambda done, total: watch.look()
         self.verbose = verbose
@@ -468,7 +468,7 @@ class Moespac:
         """The role with the first token; text as it comes; from where a tool call starts, the calls at the end."""
         finder = StopText([START] if wanted.listens else [])
         in_call = wanted.forced is not None or wanted.any_call
-        text, started = "", False
+        text, n_said, started = "", 0, False
         with closing(pieces):
             for piece in pieces:
                 if not started:
@@ -478,13 +478,14 @@ class Moespac:
                 log = self._chat_logs(piece.report, piece.first, piece.last) if logs else None
                 sure, found = (b"", False) if in_call else finder.feed(piece.text.encode())
                 in_call |= found
+                n_said += len(sure.decode())
                 if sure or (log is not None and piece.first < piece.last):
                     yield formats.chat_chunk(head, {"content": sure.decode()}, log)
         calls: list[dict[str, Any]] = []
         if in_call:
             plain, calls = read_calls(text, wanted)
             if not calls and plain:  # no call after all
-                yield formats.chat_chunk(head, {"content": text[max(0, text.find(START)) :]})
+                yield formats.chat_chunk(head, {"content": text[n_said:]})
             for delta in formats.call_deltas(calls):
                 yield formats.chat_chunk(head, delta)
         elif rest := finder.rest():

@@ -229,6 +229,8 @@ class Decoder:
                     return
                 tokens = self._step(tokens[-1], max_tokens - report.n_generated)
         finally:
+            if self.residency:
+                self.residency.rest()  # a step that failed, or was interrupted, may have left moves to be started
             report.seconds = time.perf_counter() - start
             report.n_draft_evaluated = self.drafter.n_evaluated - before
             del report.logprobs[len(report.tokens) :], report.top_logprobs[len(report.tokens) :]
@@ -258,8 +260,7 @@ class Decoder:
             keep = 0
         self.report.n_reused = keep
         for i in range(keep, len(prompt), self.context.n_batch):
-            if self.on_prompt:
-                self.on_prompt(i - keep, len(prompt) - keep)
+            self._show(i - keep, len(prompt) - keep)
             chunk = prompt[i : i + self.context.n_batch]
             start = time.perf_counter()
             logits = self._decode(chunk, all_logits=self.all_logits or log_all)
@@ -271,9 +272,16 @@ class Decoder:
             step = Step("prompt", self.context.n_past, len(chunk), decode_ms=1000 * (decoded - start))
             step.plan_ms = 1000 * (time.perf_counter() - decoded)
             self._tell(step)
-        if self.on_prompt:
-            self.on_prompt(len(prompt) - keep, len(prompt) - keep)
+        self._show(len(prompt) - keep, len(prompt) - keep)
         return logits
+
+    def _show(self, done: int, total: int) -> None:
+        """RuntimeError: who was shown it has closed the decoder, or started another text."""
+        run = self._run
+        if self.on_prompt:
+            self.on_prompt(done, total)
+        if self._run != run:
+            raise RuntimeError(ABANDONED)
 
     def _decode(self, tokens: Sequence[int], *, all_logits: bool) -> NDArray[np.float32]:
         try:
@@ -347,7 +355,7 @@ class Decoder:
         self._notice()
         if self.residency and observed:
             self.residency.observe(batch, [i <= n_accepted for i in range(len(batch))])
-        step = Step("step", context.n_past, len(batch), len(draft.tokens), n_accepted, len(tokens))
+        step = Step("step", context.n_past, len(batch), len(draft.tokens), n_accepted, self._n_gained(tokens))
         times = (drafted - start, decoded - drafted, accepted - decoded, time.perf_counter() - accepted)
         step.draft_ms, step.decode_ms, step.accept_ms, step.plan_ms = (1000 * seconds for seconds in times)
         self._tell(step)
@@ -390,6 +398,11 @@ class Decoder:
         for row, token in zip(logits, following, strict=False):
             self.report.prompt_logprobs.append(log_probability(row, token))
             self.report.prompt_top_logprobs.append(top_log_probabilities(row, self._n_top))
+
+    def _n_gained(self, tokens: Sequence[int]) -> int:
+        """How many of the tokens become text: those before one that ends it."""
+        ends = (i for i, token in enumerate(tokens) if token == END or self.context.model.ends(token))
+        return next(ends, len(tokens))
 
     def _tell(self, step: Step) -> None:
         if self.telemetry:

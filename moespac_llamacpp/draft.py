@@ -27,6 +27,10 @@ class DraftError(ValueError):
     """This draft cannot serve this target; the text is the sentence for the user."""
 
 
+class _DecodeFailed(Exception):
+    """The draft's own decode failed."""
+
+
 @dataclass(frozen=True)
 class Draft:
     """Guesses for the next tokens. q: the law that each was drawn from, None where chance had no part in them."""
@@ -170,8 +174,11 @@ class GgufDraft:
         self._pending = list(tokens[len(self._kv) :])
         # All but the last token now, in the prompt's time: the first guess then costs what a guess costs.
         if self._room() > 1 and all(token < self.context.model.n_vocab for token in self._pending):
-            self._decode(self._pending[:-1])
-            self._pending = self._pending[-1:]
+            try:
+                self._decode(self._pending[:-1])
+                self._pending = self._pending[-1:]
+            except _DecodeFailed as error:
+                self._fail(error)
 
     def _room(self) -> int:
         """How many guesses the context still has room for."""
@@ -188,10 +195,17 @@ class GgufDraft:
 
     def _decode(self, tokens: Sequence[int]) -> None:
         for i in range(0, len(tokens), self.context.n_batch):
-            part = tokens[i : i + self.context.n_batch]
-            self.context.decode(part)
-            self._kv += part
-            self.n_evaluated += len(part)
+            self._logits(tokens[i : i + self.context.n_batch])
+
+    def _logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Of the last token, [1, n_vocab]."""
+        try:
+            logits = self.context.decode(tokens)
+        except RuntimeError as error:
+            raise _DecodeFailed(str(error)) from error
+        self._kv += tokens
+        self.n_evaluated += len(tokens)
+        return logits
 
     def _may_draft(self, n: int) -> int:
         if n < 1 or self._ended or not self._pending:
@@ -214,6 +228,11 @@ class GgufDraft:
             self._told.add(notice)
             self.notices.append(notice)
 
+    def _fail(self, error: _DecodeFailed) -> None:
+        self._end(f"the draft failed ({error}): drafting ends here, generation goes on")
+        self.context.clear()  # it may hold less than before
+        self._kv, self._pending = [], []
+
     def propose(self, n: int, sampler: Sampler | None = None, on_guess: OnGuess | None = None) -> Draft:
         self._guesses = []
         n = self._may_draft(n)
@@ -228,9 +247,7 @@ class GgufDraft:
             for i in range(n):
                 if i > 0 and on_guess:
                     on_guess(token)
-                logits = self.context.decode([token])[-1, : self.n_vocab]
-                self._kv.append(token)
-                self.n_evaluated += 1
+                logits = self._logits([token])[-1, : self.n_vocab]
                 if own is None or q is None:
                     token = int(logits.argmax())
                 else:
@@ -245,6 +262,8 @@ class GgufDraft:
                 self._guesses.append(token)
                 if self.context.model.ends(token):
                     break
+        except _DecodeFailed as error:  # the guesses so far are as good as any; the last of them was not decoded
+            self._fail(error)
         finally:
             if own is not None:
                 own.close()

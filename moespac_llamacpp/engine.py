@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moespac_llamacpp import native
-from moespac_llamacpp.commands.engine import EngineOptions, open_residency
+from moespac_llamacpp import hotset, native
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import Drafter, GgufDraft, NgramDraft, NoDraft
+from moespac_llamacpp.machine import cache_folder, reason
 from moespac_llamacpp.memory import parse_bytes
 from moespac_llamacpp.models import Context, Model
 from moespac_llamacpp.options import context_fields, tensor_overrides
 from moespac_llamacpp.plan import Plan, Wishes
 from moespac_llamacpp.planner import Pair, plan_pair
 from moespac_llamacpp.policies import NAMES as POLICIES
+from moespac_llamacpp.policies import make
+from moespac_llamacpp.residency import Residency
 from moespac_llamacpp.sampling import Sampling
 from moespac_llamacpp.telemetry import Telemetry
 
@@ -53,6 +56,7 @@ class Options:
     n_gpu_layers: int = -1  # layers whose tensors, without the experts, go to the GPU; -1: all
     n_gpu_layers_draft: int = -1
     device: str | None = None  # of the slots; None: the first GPU, else the CPU once more
+    execution: str = "auto"  # of the layers with experts: a name of native.EXECUTIONS
     cache_share: float | None = None  # of each layer's experts with a slot
     expert_budget: str | int | None = None  # bytes for slots, such as "8G"; instead of cache_share
     vram: str | int | None = (
@@ -88,7 +92,7 @@ def find_device(name: str | None) -> native.Device:
 def open_decoder(
     options: Options, device: native.Device, stack: ExitStack, progress: Progress = silent
 ) -> tuple[Decoder, list[str]]:
-    """(a decoder, sentences for the user). All sizes are those of the memory plan. Everything is closed with the stack.
+    """(a decoder, sentences for the user; closing may add some). All sizes are those of the memory plan. The stack closes all.
 
     LoadError, MoeError, TelemetryError, ValueError: the text is the sentence for the user."""
     if options.policy not in POLICIES:
@@ -118,8 +122,8 @@ def open_decoder(
     drafter = _open_drafter(options, kind, context, device, stack, progress)
     assert context.experts is not None
     context.experts.set_slots(plan.slots)
-    placement = EngineOptions(options.policy, options.frequency, options.balancer, options.sync_moves, options.hot_set)
-    residency = stack.enter_context(open_residency(context, placement, progress))
+    notices += warnings(context.experts, device, options.execution)
+    residency = stack.enter_context(open_residency(context, options, notices, progress))
     if device.kind != "cpu":
         n_draft = min(options.draft_max, context.n_batch - 1) if kind != "none" else 0
         with progress("making graphs") as report:
@@ -137,7 +141,61 @@ def open_decoder(
         telemetry=telemetry,
     )
     stack.callback(decoder.close)
-    return decoder, [*notices, *warnings(context.experts, device)]
+    return decoder, notices
+
+
+@contextmanager
+def open_residency(
+    context: Context, options: Options, notices: list[str], progress: Progress = silent
+) -> Iterator[Residency]:
+    """Slots filled and a policy at work, for a context whose slots are set; at a good end the hot set is left.
+
+    notices: sentences for the user are added to it, also at the end. ValueError: an option that does not fit the policy."""
+    experts = context.experts
+    assert experts is not None
+    policy = make(
+        options.policy, experts.n_rows, experts.n_expert, frequency=options.frequency, balanced=options.balancer
+    )
+    residency = Residency(experts, policy, sync_moves=options.sync_moves)
+    try:
+        keep = options.hot_set and bool(residency.n_slots.any())
+        hot = _last_run(context, notices) if keep else None
+        with progress("uploading experts") as report:
+            residency.fill(hot, report)
+        experts.reset_perf()  # these uploads are no part of what is generated
+        try:
+            yield residency
+        except KeyboardInterrupt:  # a good end too
+            if keep:
+                _leave(context, residency, notices)
+            raise
+        if keep:
+            _leave(context, residency, notices)
+    finally:
+        residency.close()
+
+
+def _last_run(context: Context, notices: list[str]) -> hotset.HotSet | None:
+    experts = context.experts
+    assert experts is not None
+    try:
+        path = hotset.path_for(cache_folder(os.environ), context.model.path)
+        return hotset.load(path, experts.n_rows, experts.n_expert)
+    except FileNotFoundError:  # no home folder; said when the run ends
+        return None
+    except OSError as error:
+        notices.append(reason(error))
+        return None
+    except hotset.HotSetError as error:
+        notices.append(str(error))
+        return None
+
+
+def _leave(context: Context, residency: Residency, notices: list[str]) -> None:
+    try:
+        hotset.save(hotset.path_for(cache_folder(os.environ), context.model.path), residency.hot_set())
+    except OSError as error:
+        notices.append(f"the hot set was not kept for the next run: {reason(error)}")
 
 
 def widths_to_come(n_draft: int, fixed: bool) -> list[int]:
@@ -148,6 +206,7 @@ def widths_to_come(n_draft: int, fixed: bool) -> list[int]:
 
 def plan_of(options: Options, device: native.Device) -> Plan:
     """What `open_decoder` loads, and where. LoadError, MoeError, ValueError (a PlanError if it does not fit)."""
+    native.check_execution(options.execution)  # before anything is read
     kind = draft_kind(options)
     pair = Pair(
         options.model,
@@ -159,6 +218,7 @@ def plan_of(options: Options, device: native.Device) -> Plan:
         n_batch=options.n_batch,
         n_ubatch=options.n_ubatch,
         overrides=tensor_overrides(options.override_tensor),
+        execution=options.execution,
         context=context_fields(options.flash_attn, options.cache_type_k, options.cache_type_v),
     )
     wishes = Wishes(size_of(options.vram), size_of(options.expert_budget), options.cache_share)
@@ -180,6 +240,7 @@ def _context(options: Options, target: Model, plan: Plan, device: native.Device,
         n_ubatch=options.n_ubatch,
         n_threads=options.n_threads,
         device=device,
+        execution=options.execution,
         perf=True,
         params=fields,
     )
@@ -221,8 +282,8 @@ def _open_drafter(
     return GgufDraft(own, context.model, context_shift=options.context_shift)
 
 
-def warnings(experts: native.Experts, device: native.Device) -> Sequence[str]:
-    """What makes it slower than it could be."""
+def warnings(experts: native.Experts, device: native.Device, execution: str = "auto") -> Sequence[str]:
+    """What makes it slower than it could be. execution: the one that was asked for."""
     found = []
     total, pinned = experts.host_bytes()
     if device.host_buffer_type and pinned < total:
@@ -233,4 +294,6 @@ def warnings(experts: native.Experts, device: native.Device) -> Sequence[str]:
     for row in experts.rows():
         if not row.hybrid:
             found.append(f"layer {row.il} takes llama.cpp's own path: {row.fallback}")
+        elif execution == "in-stream" and not row.in_stream:
+            found.append(f"layer {row.il} is not computed in-stream: {row.portable}")
     return found

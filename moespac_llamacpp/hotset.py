@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def load(path: Path, n_rows: int, n_expert: int) -> HotSet | None:
             use = np.asarray(z["use"], np.float64) if "use" in z.files else None
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # zipfile, zlib and numpy raise whatever the damage leads to
         raise HotSetError(f"{path}: not a hot set that can be read ({error}); this run starts without it") from error
     shapes = {resident.shape, resident.shape if use is None else use.shape}
     if version != _VERSION or shapes != {(n_rows, n_expert)}:

@@ -1,4 +1,4 @@
-"""Host memory that is there to be used, and the folder for what is worth keeping between runs."""
+"""Host memory that is there to be used, the folder for what is worth keeping between runs, and the system's own words."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ _CGROUPS = (  # limit, usage, statistics: version 2, then version 1
     ("memory.max", "memory.current", "memory.stat"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
 )
+
+
+def reason(error: OSError) -> str:
+    """The operating system's own words, and the file if it is about one."""
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:

@@ -299,13 +299,17 @@ class Context:
         n_threads: int | None = None,
         device: native.Device | None = None,
         attach: bool = True,
+        execution: str = "auto",
         perf: bool = False,
         params: Mapping[str, Any] | None = None,
     ) -> None:
         """n_ctx: 0 for the trained length. n_threads: for single tokens and batches alike, None for the cores there are.
-        params: further fields of llama_context_params, such as type_k, type_v, flash_attn_type.
+        execution: of the layers with experts, a name of native.EXECUTIONS. params: further fields of llama_context_params, such
+        as type_k, type_v, flash_attn_type.
 
-        LoadError: no memory, or the model has no MoE layers (with `attach`)."""
+        LoadError: no memory, the model has no MoE layers, or none that has this execution (with `attach`). ValueError: there is
+        no such execution."""
+        native.check_execution(execution)
         self.model = model
         fields = llama_cpp.llama_context_default_params()
         fields.n_ctx = n_ctx
@@ -330,7 +334,7 @@ class Context:
         self.n_past = 0
         if attach:
             try:
-                self.experts = native.Experts(self.pointer, device, perf=perf)
+                self.experts = native.Experts(self.pointer, device, execution=execution, perf=perf)
             except native.MoeError as error:
                 self.close()
                 dense = "a dense model: it has no experts to place; as a draft give it with -md"
@@ -372,9 +376,11 @@ class Context:
         code = llama_cpp.llama_decode(self.pointer, batch)
         if code != 0:
             llama_cpp.llama_synchronize(self.pointer)
-            if not self.rollback(self.n_past):  # the ubatches before the one that failed are in the cache
+            # The ubatches before the one that failed are in the cache; if a layer failed in one of them, see below.
+            failure = self.experts.failure() if self.experts else ""
+            if failure or not self.rollback(self.n_past):
                 self.clear()
-            raise RuntimeError(f"decoding {n} tokens failed with code {code}: {_reason()}")
+            raise RuntimeError(f"decoding {n} tokens failed with code {code}: {failure or _reason()}")
         self.n_past += n
         logits = llama_cpp.llama_get_logits(self.pointer)
         if self.experts and (failure := self.experts.failure()):

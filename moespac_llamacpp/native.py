@@ -407,7 +407,8 @@ class Perf:
         return self.n_hot_pairs / max(1, self.n_hot_pairs + self.n_cold_pairs)
 
 
-def _execution(name: str) -> int:
+def check_execution(name: str) -> int:
+    """The number of an execution. ValueError: there is none of this name."""
     if name not in EXECUTIONS:
         raise ValueError(f"there is no execution {name!r} (there are {', '.join(EXECUTIONS)})")
     return EXECUTIONS[name]
@@ -446,7 +447,7 @@ class Experts:
     ) -> None:
         params = _f["llama_moe_default_params"]()
         params.device = device.pointer if device else None
-        params.execution = _execution(execution)
+        params.execution = check_execution(execution)
         params.pool_threads = pool_threads
         params.timeout_ms = timeout_ms
         params.max_batch_tokens = max_batch_tokens
@@ -503,7 +504,7 @@ class Experts:
         """Changes how hybrid layers are executed, between two decodes; graphs are built anew.
 
         MoeError UNSUPPORTED: "in-stream" was asked for, and no layer can."""
-        _check(_f["llama_moe_set_execution"](self._ctx, _execution(execution)))
+        _check(_f["llama_moe_set_execution"](self._ctx, check_execution(execution)))
 
     def failure(self) -> str:
         """Why the last decode failed after llama_decode had returned, "" if it did not. Waits for the decode.

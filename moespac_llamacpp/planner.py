@@ -22,8 +22,8 @@ LEAST_CONTEXT, MOST_WITHOUT_EXPERTS = 4096, 1 / 3
 class Pair:
     """What is to be loaded, and how. n_ctx: 0 for as long as trained, less where that would take the slots' room.
 
-    draft_max: 0 if nobody drafts. overrides: as models.Model takes them; context: as `params` of models.Context; both, and the
-    batches, are the target's. The draft has llama.cpp's defaults."""
+    draft_max: 0 if nobody drafts. overrides: as models.Model takes them; execution and context: as `execution` and `params` of
+    models.Context; all these, and the batches, are the target's. The draft has llama.cpp's defaults."""
 
     target: Path
     draft: Path | None = None
@@ -34,6 +34,7 @@ class Pair:
     n_batch: int = 2048
     n_ubatch: int = 512
     overrides: Sequence[tuple[str, int]] = ()
+    execution: str = "auto"
     context: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -71,6 +72,7 @@ def plan_pair(pair: Pair, device: native.Device, wishes: Wishes | None = None, p
 def _target(pair: Pair, device: native.Device) -> Meter:
     meter = Meter(pair.target, device, n_gpu_layers=pair.gpu_layers, overrides=pair.overrides)
     meter.options = {"n_batch": pair.n_batch, "n_ubatch": pair.n_ubatch, "params": dict(pair.context)}
+    meter.options["execution"] = pair.execution
     if pair.draft_max and meter.model.is_recurrent:
         meter.options["params"].setdefault("n_rs_seq", pair.draft_max)  # snapshots, to take rejected drafts back
     return meter

@@ -52,8 +52,9 @@ class Residency:
     """Moves experts as a policy asks.
 
     Who knows the tokens calls `observe` after a decode, `plan` before the next one, `expect` with each token that becomes known
-    while a draft goes on, and `publish` right before the decode. `step` is all of it for who only decodes. `close` ends the
-    thread; call it before the context is freed. What fails in the thread is raised by the next call.
+    while a draft goes on, and `publish` right before the decode. `step` is all of it for who only decodes.
+    `rest` comes after a step that ended in between. `close` ends the thread; call it before the context is freed. What fails in
+    the thread is raised by the next call.
 
     n_moves: uploads started. caller_seconds, worker_seconds: what it all took in the caller's thread (waiting for the other one
     included), and in the other one."""
@@ -190,6 +191,8 @@ class Residency:
         start = time.perf_counter()
         if self._drafting:
             self._worker.join()  # a draft that was interrupted
+        if self._loading is not None:
+            self._loading.wait()  # ended long ago, unless the decode was not observed
         planned, self._ahead, self._asked = self._ahead, None, None
         self._drafting = n_expect > 0
         if planned is None or self._drafting:  # a newer plan is about to be made
@@ -240,6 +243,11 @@ class Residency:
         self.window.decodes()
         self.caller_seconds += time.perf_counter() - start
         return n
+
+    def rest(self) -> None:
+        """Waits until the thread does nothing with the context, wherever the step ended. Raises nothing."""
+        self._worker.wait()
+        self.window.ended()
 
     def join(self) -> None:
         """Waits until the policy has heard and planned everything; raises what failed there."""

@@ -55,6 +55,10 @@ class LinkWindow:
             self.decode_seconds = self._follow(self.decode_seconds, time.perf_counter() - self._decodes_at)
             self._decodes_at = None
 
+    def ended(self) -> None:
+        """The step ended in between: how long its decode took is not known, and what follows is not that decode."""
+        self._decodes_at = None
+
     def _follow(self, mean: float | None, seconds: float) -> float:
         return seconds if mean is None else mean + self.GAIN * (seconds - mean)
 

@@ -55,6 +55,9 @@ class Worker:
         self._stop = weakref.finalize(self, self._queue.put, None)
 
     def submit(self, call: Callable[[], T]) -> Job[T]:
+        """RuntimeError: it is closed, so that nobody would ever run the job."""
+        if not self._stop.alive:
+            raise RuntimeError("the planner's thread has been closed")
         job = Job(call)
         if self._thread is None:
             own = weakref.ref(self)
@@ -64,11 +67,15 @@ class Worker:
         self._queue.put(job)  # type: ignore[arg-type]
         return job
 
-    def join(self) -> None:
-        """Waits for all jobs; raises what the first one that failed had raised, once."""
+    def wait(self) -> None:
+        """Waits for all jobs; raises nothing."""
         if self._open:
             self._open[-1].wait()
-            self.check()
+
+    def join(self) -> None:
+        """Waits for all jobs; raises what the first one that failed had raised, once."""
+        self.wait()
+        self.check()
 
     def check(self) -> None:
         """As join, without waiting: only for what has ended already."""

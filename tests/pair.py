@@ -64,6 +64,9 @@ class Shuffle:
     def expect(self, tokens: Sequence[int]) -> int:
         return 0
 
+    def rest(self) -> None:
+        """It has no thread."""
+
     def publish(self) -> int:
         return self.experts.publish()
 

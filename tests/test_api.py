@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gguf
 import llama_cpp
@@ -21,9 +21,12 @@ from gguf.scripts.gguf_new_metadata import MetadataDetails, copy_with_new_metada
 from typer.testing import CliRunner
 
 from hub import Hub, start_hub
-from moespac_llamacpp import Moespac
+from moespac_llamacpp import Moespac, native
+from moespac_llamacpp.api import Piece
 from moespac_llamacpp.cli import app
-from moespac_llamacpp.decoder import PromptError
+from moespac_llamacpp.commands.options import Execution
+from moespac_llamacpp.decoder import PromptError, Report
+from moespac_llamacpp.formats import Head
 from moespac_llamacpp.grammar import GrammarError
 from moespac_llamacpp.models import LoadError
 from moespac_llamacpp.tools import Demand, demand, read_calls
@@ -278,6 +281,21 @@ def test_calls_are_found_in_an_answer(llm: Moespac) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ('{"name": "look", "arguments": {"at": "a <tool_call> th', Demand(any_call=True)),  # cut off
+        ("So <tool_call>is what it writes", Demand(listens=True)),
+        ("So é<tool_", Demand(listens=True)),
+    ],
+)
+def test_a_stream_loses_nothing_of_what_is_no_call(llm: Moespac, text: str, wanted: Demand) -> None:
+    report = Report(finish_reason="length")
+    pieces = (Piece(text[i : i + 3], 0, 0, report) for i in range(0, len(text), 3))
+    chunks = llm._chat_chunks(Head("id", 0, "tiny"), cast(Any, pieces), wanted, False)
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == text
+
+
 def test_several_calls_and_what_is_none() -> None:
     listens = Demand(listens=True)
     one = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
@@ -401,6 +419,22 @@ def test_closing_twice_is_safe_and_what_is_closed_says_so() -> None:
         next(stream)
 
 
+@pytest.mark.parametrize("n_calls", [2, 3])
+def test_a_model_can_be_closed_while_it_reads_a_prompt(n_calls: int) -> None:
+    """From within: on_step is called before the prompt, before its only piece, and after it."""
+    with Moespac(TARGET, draft="none", n_ctx=256, cache_share=0.25) as llm:
+        calls = iter(range(1, 10))
+
+        def close() -> None:
+            if next(calls) == n_calls:
+                llm.close()
+
+        llm.on_step = close
+        with pytest.raises(RuntimeError, match="this text cannot go on"):
+            llm.generate("The heron", max_tokens=4)
+        assert llm.closed
+
+
 def test_a_model_that_nobody_closed_is_freed() -> None:
     llm = Moespac(TARGET, draft="none", **SMALL)
     context = llm.decoder.context
@@ -460,6 +494,36 @@ def test_the_command_line_takes_them_by_llama_cpps_names() -> None:
     ):
         done = CliRunner().invoke(app, ["generate", "x", "-t", "1", "--chat", option, value])
         assert done.exit_code == 1 and done.stdout == "" and f"moespac: {sentence}" in done.stderr
+
+
+@pytest.mark.parametrize("execution", ["portable", "in-stream"])
+def test_either_execution_can_be_chosen(execution: str) -> None:
+    with Moespac(execution=execution, n_ctx=256, cache_share=0.5, draft="none") as llm:
+        experts = llm.decoder.context.experts
+        assert experts is not None
+        assert {row.in_stream for row in experts.rows()} == {execution == "in-stream"}
+        assert llm.generate("The heron", max_tokens=4)
+    command = [
+        sys.executable,
+        "-m",
+        "moespac_llamacpp.cli",
+        "generate",
+        "The heron",
+        "-n",
+        "3",
+        "--execution",
+        execution,
+    ]
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 0
+
+
+def test_an_execution_that_does_not_exist_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no execution 'fast' \(there are auto, portable, in-stream\)"):
+        Moespac(tmp_path / "none.gguf", execution="fast")
+
+
+def test_the_command_line_knows_every_execution() -> None:
+    assert [choice.value for choice in Execution] == list(native.EXECUTIONS)
 
 
 def test_a_model_of_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

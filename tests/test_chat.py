@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -19,6 +20,7 @@ import pytest
 
 from moespac_llamacpp.acceptance import Sampling
 from moespac_llamacpp.chat import Chat, ContextFullError, Turn
+from moespac_llamacpp.commands.chat import Interrupts, answer
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import GgufDraft, common_prefix
 from moespac_llamacpp.inspection import InspectError, inspect
@@ -263,6 +265,33 @@ def test_a_stopped_answer_is_kept_and_a_question_without_one_is_not(context: Con
     with pytest.raises(ValueError, match="stop string"):
         list(chat.say(RIVER, 60, stop=[""]))
     assert len(chat.messages) == 2 and chat.last.n_generated == 0
+
+
+def test_an_answer_that_failed_is_one_sentence_and_the_conversation_goes_on(
+    context: Context, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    chat, left = Chat(Decoder(context)), [3]
+
+    def failing(tokens: list[int], *, all_logits: bool = False) -> Any:
+        left[0] -= 1
+        if left[0] <= 0:
+            context.clear()
+            raise RuntimeError("decoding 1 tokens failed: the CPU threads hang. The context is empty now")
+        return Context.decode(context, tokens, all_logits=all_logits)
+
+    monkeypatch.setattr(context, "decode", failing)
+    assert not answer(chat, Interrupts(), HERON, 20, (), json=False)
+    shown = capfdbinary.readouterr()
+    assert shown.err.decode() == (
+        "moespac: the answer ends here: decoding 1 tokens failed: the CPU threads hang. The context is empty now\n"
+    )
+    assert [m["content"] for m in chat.messages] == [HERON, shown.out.decode().rstrip("\n")] and chat.messages[1][
+        "content"
+    ]
+    monkeypatch.undo()
+    assert answer(chat, Interrupts(), RIVER, 5, (), json=True)
+    assert json.loads(capfdbinary.readouterr().out)["n_reused"] == 0
+    assert len(chat.messages) == 4
 
 
 def test_a_conversation_that_does_not_fit_changes_nothing(context: Context) -> None:

@@ -115,9 +115,10 @@ def test_a_grid_has_every_setting(pair: Pair, rival: str, tmp_path: Path) -> Non
     arguments = ["bench", "compare", "--pair", str(pair.folder), "--stock", rival, "-o", str(tmp_path)]
     arguments += ["--budgets", "25,100", "-t", "1", "--grid-lengths", "2", "--memory", "mmap", "--only-grid"]
     arguments += ["--prompt", "16", "-n", "8", "--ctx", "64", "--policies", "lru", "--rounds", "1", "--lengths", "2"]
-    arguments += ["--max-threads", "1"]
+    arguments += ["--max-threads", "1", "--execution", "in-stream"]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     record = json.loads((tmp_path / "comparison.json").read_text())
+    assert all(r["in_stream"] for r in record["runs"] if r["setting"]["side"] == OURS)
     grid = {
         (r["setting"]["side"], r["setting"]["share"], r["setting"]["n_draft"])
         for r in record["runs"]

@@ -488,3 +488,42 @@ def test_a_policy_learns_from_every_batch_but_one_that_was_read_anew(
         if not fails:
             assert sum(seen) == decoder.report.n_evaluated
         decoder.close()
+
+
+@pytest.mark.parametrize("name", ["model", "ngram"])
+@pytest.mark.parametrize("after", [1, 6])
+def test_after_a_failed_decode_the_next_text_is_read_anew_by_target_and_draft(
+    pair: Pair, name: str, after: int
+) -> None:
+    """In-stream, a CPU thread hangs; the decode fails after llama_decode has returned."""
+    prompt = pair.target.tokenize(PROMPTS[0])
+    with target_context(pair, attach=False) as plain:
+        expected = plain_greedy(plain, prompt, 24)
+        with target_context(pair, attach=False) as context, draft_context(pair) as own:
+            context.experts = experts = native.Experts(
+                context.pointer, execution="in-stream", pool_threads=2, timeout_ms=200
+            )
+            experts.set_slots([8 if r.hybrid else 0 for r in map(experts.row, range(experts.n_rows))])
+            residency = Residency(experts, make("moe-spac", experts.n_rows, experts.n_expert))
+            residency.fill()
+            drafter = GgufDraft(own, pair.target) if name == "model" else NgramDraft()
+            decoder = Decoder(context, residency, drafter=drafter, draft_max=3, draft_fixed=True)
+            said = []
+            with pytest.raises(
+                RuntimeError, match=r"decoding \d+ tokens failed: the CPU threads did not .* is empty now"
+            ):
+                for token in decoder.generate(prompt, 24):
+                    said.append(token)
+                    if len(said) == after:
+                        experts.inject_pool_fault(1, 800)
+            assert decoder.report.tokens == said and decoder.report.finish_reason == ""
+            assert context.n_past == 0 and decoder._kv == []
+            if isinstance(drafter, GgufDraft):
+                assert len(drafter._kv) == own.n_past
+            tokens = list(decoder.generate(prompt, 24))
+            assert decoder.report.n_reused == 0
+            assert_same_text(plain, prompt, expected, tokens)
+            if isinstance(drafter, GgufDraft):
+                assert drafter._kv == (prompt + tokens)[: own.n_past]
+            decoder.close()
+            residency.close()

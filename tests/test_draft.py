@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("llama_cpp")
 
 import families
 from moespac_llamacpp.acceptance import Sampler, Sampling
+from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import (
     DraftError,
     DraftLength,
@@ -23,7 +25,7 @@ from moespac_llamacpp.draft import (
     common_prefix,
 )
 from moespac_llamacpp.models import Context, Model
-from pair import DRAFT, PROMPTS, Pair, draft_context
+from pair import DRAFT, PROMPTS, Pair, assert_same_text, draft_context, plain_greedy, target_context
 
 
 @pytest.fixture
@@ -265,3 +267,31 @@ def test_a_fixed_length_stays() -> None:
 def test_common_prefix() -> None:
     assert common_prefix([1, 2, 3], [1, 2, 4, 5]) == 2
     assert common_prefix([], [1]) == 0 and common_prefix([1, 2], [1, 2]) == 2
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 6])
+def test_a_draft_whose_decode_fails_ends_the_drafting_and_not_the_text(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    prompt = pair.target.tokenize(PROMPTS[0])
+    with target_context(pair) as context, draft_context(pair) as own, target_context(pair, attach=False) as plain:
+        left = [at]
+
+        def failing(tokens: Sequence[int], *, all_logits: bool = False) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                own.clear()
+                raise RuntimeError("decoding 1 tokens failed with code -3: no memory")
+            return Context.decode(own, tokens, all_logits=all_logits)
+
+        monkeypatch.setattr(own, "decode", failing)
+        decoder = Decoder(context, drafter=GgufDraft(own, pair.target), draft_max=3, draft_fixed=True)
+        expected = plain_greedy(plain, prompt, 20)
+        for _ in range(2):
+            assert_same_text(plain, prompt, expected, list(decoder.generate(prompt, 20)))
+            if left[0] <= -1 and decoder.report.notices:
+                assert decoder.report.notices == [
+                    "the draft failed (decoding 1 tokens failed with code -3: no memory): drafting ends here, generation goes on"
+                ]
+        assert left[0] < -1 and decoder.report.n_accepted > 0, "the next text has a draft again"
+        decoder.close()

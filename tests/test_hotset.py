@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from moespac_llamacpp import hotset, native
-from moespac_llamacpp.commands.engine import EngineOptions, open_residency
 from moespac_llamacpp.decoder import Decoder
+from moespac_llamacpp.engine import Options, open_residency
 from moespac_llamacpp.hotset import HotSet, HotSetError
 from moespac_llamacpp.machine import cache_folder
 from moespac_llamacpp.models import Context
@@ -42,7 +40,9 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert hotset.load(tmp_path / "none.npz", *SHAPE) is None
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "text", "shape", "keys", "negative", "nan", "pickle", "version"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "empty", "text", "shape", "keys", "negative", "nan", "pickle", "version", "array", "many"]
+)
 def test_a_broken_file_is_told_by_name(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "hot.npz"
     hot = some()
@@ -66,8 +66,29 @@ def test_a_broken_file_is_told_by_name(tmp_path: Path, damage: str) -> None:
         np.savez(path, version=np.int32(1), resident=np.array([object()]))
     elif damage == "version":
         np.savez(path, version=np.int32(99), resident=hot.resident)
+    elif damage == "array":
+        with path.open("wb") as file:
+            np.save(file, hot.resident)
+    elif damage == "many":
+        np.savez(path, version=np.arange(3), resident=hot.resident)
     with pytest.raises(HotSetError, match=r"hot\.npz: .*"):
         hotset.load(path, *SHAPE)
+
+
+def test_wherever_a_file_is_damaged_it_is_refused_or_read(tmp_path: Path) -> None:
+    path = tmp_path / "hot.npz"
+    hotset.save(path, some())
+    whole = path.read_bytes()
+    rng, n_refused = np.random.default_rng(0), 0
+    for at in rng.permutation(len(whole))[:200].tolist():
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        try:
+            hotset.load(path, *SHAPE)
+        except HotSetError:
+            n_refused += 1
+    assert n_refused > 100
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
@@ -111,16 +132,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache_folder(os.environ)
 
 
-@contextmanager
-def silent(label: str) -> Iterator[Callable[[float], None]]:
-    yield lambda fraction: None
-
-
-def run(context: Context, options: EngineOptions, n_tokens: int) -> list[set[int]]:
+def run(context: Context, options: Options, n_tokens: int) -> list[set[int]]:
     """The experts that a run starts with, by row; then it generates."""
     assert context.experts is not None
     context.experts.set_slots([8 if r.hybrid else 0 for r in map(context.experts.row, range(context.experts.n_rows))])
-    with open_residency(context, options, silent) as residency:
+    with open_residency(context, options, []) as residency:
         table = context.experts.states_table()
         if n_tokens:
             decoder = Decoder(context, residency)
@@ -133,11 +149,11 @@ def run(context: Context, options: EngineOptions, n_tokens: int) -> list[set[int
 def test_a_run_starts_with_what_the_last_one_left(pair: Pair, own_cache: Path) -> None:
     first_eight = set(range(8))
     with target_context(pair) as context:
-        assert run(context, EngineOptions(), 30)[0] == first_eight
+        assert run(context, Options(hot_set=True), 30)[0] == first_eight
     with target_context(pair) as context:
-        second = run(context, EngineOptions(hot_set=False), 0)
+        second = run(context, Options(), 0)
         assert second[0] == first_eight
-        third = run(context, EngineOptions(), 0)
+        third = run(context, Options(hot_set=True), 0)
         assert third[0] != first_eight and all(len(row) == 8 for row in third)
         use = hotset.load(hotset.path_for(own_cache, TARGET), len(third), 32)
         assert use is not None and use.use is not None
@@ -146,16 +162,16 @@ def test_a_run_starts_with_what_the_last_one_left(pair: Pair, own_cache: Path) -
 
 def test_without_hot_sets_nothing_is_kept(pair: Pair, own_cache: Path) -> None:
     with target_context(pair) as context:
-        run(context, EngineOptions(hot_set=False), 5)
+        run(context, Options(), 5)
     assert not own_cache.exists()
 
 
 def test_a_policy_starts_from_the_hot_set_too(pair: Pair, own_cache: Path) -> None:
     with target_context(pair) as context:
-        run(context, EngineOptions(), 30)
+        run(context, Options(hot_set=True), 30)
         assert context.experts is not None
         before = hotset.load(hotset.path_for(own_cache, TARGET), context.experts.n_rows, context.experts.n_expert)
-        run(context, EngineOptions(), 0)
+        run(context, Options(hot_set=True), 0)
         after = hotset.load(hotset.path_for(own_cache, TARGET), context.experts.n_rows, context.experts.n_expert)
     assert before is not None and before.use is not None and after is not None and after.use is not None
     np.testing.assert_allclose(after.use, before.use, rtol=1e-5)
@@ -173,3 +189,18 @@ def test_a_broken_hot_set_is_one_line_and_the_run_goes_on(own_cache: Path) -> No
     ]
     assert done.stderr.count(str(path)) == 1
     assert hotset.load(path, 6, 32) is not None  # this run's own is whole again
+
+
+def test_a_hot_set_that_cannot_be_kept_is_one_line_at_the_end(own_cache: Path) -> None:
+    own_cache.parent.mkdir(parents=True, exist_ok=True)
+    own_cache.write_text("a file where the folder would be")
+    command = [sys.executable, "-m", "moespac_llamacpp.cli", "generate", "The heron", "-n", "3", "--draft", "none"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout
+    assert done.stderr.splitlines()[-1].startswith("moespac: the hot set was not kept for the next run: ")
+
+
+def test_what_the_slots_start_with_is_not_counted_as_uploads_of_the_text() -> None:
+    command = [sys.executable, "-m", "moespac_llamacpp.cli", "generate", "The heron", "-n", "3", "--policy", "static"]
+    done = subprocess.run([*command, "--draft", "none"], capture_output=True, text=True, timeout=120)
+    assert done.stderr.splitlines()[-1].endswith("; 0 uploads, 0.0 MiB")

@@ -267,6 +267,48 @@ def test_what_fails_in_the_thread_is_the_exception_of_the_step(residency_of: Ben
         residency.plan()
 
 
+def test_after_a_draft_that_was_interrupted_the_thread_leaves_the_context_alone(residency_of: Bench) -> None:
+    class Slow(Ear):
+        def plan(self, resident: np.ndarray, limits: Limits) -> list[Move]:
+            time.sleep(0.02)
+            return [Move(0, int(np.flatnonzero(~resident[0])[0]), None, 1.0)] if limits.max_moves else []
+
+    residency, experts = residency_of(Slow(), max_moves=3)
+    residency.plan(n_expect=2)
+    residency.expect([1])
+    residency.expect([2])
+    residency.rest()  # the draft failed here
+    experts.in_flight = True  # the next text's prompt
+    experts.loaders.clear()
+    time.sleep(0.06)
+    experts.in_flight = False
+    assert not experts.loaders
+    residency.observe([3])
+    residency.plan()
+    residency.publish()
+
+
+def test_the_time_after_a_decode_that_failed_is_not_the_decodes(residency_of: Bench) -> None:
+    residency, experts = residency_of(Ear())
+    residency.plan()
+    residency.publish()
+    residency.rest()  # the decode failed
+    time.sleep(0.05)
+    residency.observe([1])  # the next text's prompt
+    assert residency.window.decode_seconds is None
+    residency.plan()
+    decode(residency, experts, np.random.default_rng(0))
+    assert residency.window.decode_seconds is not None
+
+
+def test_a_closed_planner_says_so_instead_of_waiting_for_ever(residency_of: Bench) -> None:
+    residency, experts = residency_of(Ear())
+    decode(residency, experts, np.random.default_rng(0))
+    residency.close()
+    with pytest.raises(RuntimeError, match="has been closed"):
+        residency.hot_set()
+
+
 def test_a_failed_device_lane_ends_the_moves_but_not_the_generation(residency_of: Bench) -> None:
     residency, experts = residency_of(make("lru", 2, 16), max_moves=4)
 

@@ -57,6 +57,17 @@ def test_records_add_up_and_are_there_at_once(pair: Pair, context: Context, tmp_
     assert len(seen.tps) == len(steps) and (seen.tps > 0).all() and seen.n_snapshots == len(range(0, len(records), 16))
 
 
+def test_a_token_that_ends_the_text_is_not_gained(pair: Pair, context: Context, tmp_path: Path) -> None:
+    file = tmp_path / "telemetry.jsonl"
+    with Telemetry(file) as telemetry:
+        decoder = Decoder(context, grammar='root ::= "heron"', telemetry=telemetry)
+        tokens = list(decoder.generate(pair.target.tokenize(LONG), 20))
+        decoder.close()
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert decoder.report.finish_reason == "stop"
+    assert sum(r["n_tokens"] for r in records) == len(tokens) - 1
+
+
 def test_a_placement_has_a_digit_for_each_expert(context: Context) -> None:
     experts = context.experts
     assert experts is not None

@@ -44,13 +44,13 @@ class Worker:
     def bandwidths(self, threads: Sequence[int], seconds: float) -> dict[str, Any]:
         return hardware.measure(self.device, threads, seconds)
 
-    def load(self, path: str, n_ctx: int, n_batch: int) -> dict[str, Any]:
+    def load(self, path: str, n_ctx: int, n_batch: int, execution: str = "auto") -> dict[str, Any]:
         """The target, with its experts in host memory."""
         del stock._log[:]
         free = self.device.memory[0]
         start = time.perf_counter()
         model = Model(path, experts_device=self.device)
-        self.target = Context(model, n_ctx=n_ctx, n_batch=n_batch, device=self.device)
+        self.target = Context(model, n_ctx=n_ctx, n_batch=n_batch, device=self.device, execution=execution)
         answer = {
             "seconds": time.perf_counter() - start,
             "buffers": stock.buffers(),
@@ -63,7 +63,7 @@ class Worker:
     def load_draft(self, name: str, path: str, n_ctx: int, n_batch: int) -> dict[str, Any]:
         del stock._log[:]
         free = self.device.memory[0]
-        model = Model(path)
+        model = Model(path, experts_device=self.device)
         self.drafts[name] = Context(model, n_ctx=n_ctx, n_batch=n_batch, attach=False)
         answer = {"buffers": stock.buffers(), "device_bytes": free - self.device.memory[0]}
         stock.warm_up(self.drafts[name].decode, n_ctx)
@@ -85,7 +85,7 @@ class Worker:
         assert self.target is not None and self.target.experts is not None
         return self.target.experts
 
-    def _slots(self, expert_bytes: int) -> list[int]:
+    def _slots(self, expert_bytes: int) -> None:
         """Sets slots that take so many bytes together with the buffers of their lane, unless all experts fit.
 
         Where the lane alone would take a quarter of the bytes, as in tiny models, it comes on top: the ledger shows it."""
@@ -97,18 +97,14 @@ class Worker:
         if 0 < lane < expert_bytes // 4 and slots != [b.n_expert for b in sizes]:
             slots = slots_for_bytes(sizes, expert_bytes - lane)
             experts.set_slots(slots)
-        return slots
 
     def _cold(self, policy: str, expert_bytes: int, max_moves: int | None) -> Residency:
         """Slots for so many bytes, filled with the first experts of each layer. max_moves None: as users have it."""
         experts = self.experts
-        slots = self._slots(expert_bytes)
-        for row, n in enumerate(slots):
-            for expert in range(n):
-                experts.load(row, expert)
-        experts.sync()
-        experts.publish()
-        return Residency(experts, make_policy(policy, experts.n_rows, experts.n_expert), max_moves=max_moves)
+        self._slots(expert_bytes)
+        residency = Residency(experts, make_policy(policy, experts.n_rows, experts.n_expert), max_moves=max_moves)
+        residency.fill()  # which also measures the link, as it does for users
+        return residency
 
     def _settle(self, residency: Residency) -> None:
         """Lets uploads land, so that they do not disturb whoever runs next, and ends the policy's thread."""
@@ -182,7 +178,7 @@ class Worker:
             "slot_bytes": sum(r.n_slots * r.expert_bytes for r in self.experts.rows()),
             "device_bytes": self.experts.device_bytes(),
             "device_reading": used,
-            "in_stream": any(vars(r).get("in_stream", False) for r in self.experts.rows()),
+            "in_stream": any(r.in_stream for r in self.experts.rows()),
             "buffers": stock.buffers(),
             "us": {name[3:]: value for name, value in vars(perf).items() if name.startswith("us_")},
             **self._expert_bytes(),
@@ -209,24 +205,26 @@ class Worker:
         """Seconds of each step of `width` tokens: the decode, and what the policy takes with it."""
         assert self.target is not None
         self._threads(threads)
-        residency = self._cold(policy, expert_bytes, max_moves)
         context = self.target
         context.clear()
-        for i in range(0, len(prompt), context.n_batch):
-            part = prompt[i : i + context.n_batch]
-            context.decode(part)
-            residency.observe(part, starts=i == 0)
         seconds = []
-        self.experts.reset_perf()
-        for i in range(0, len(text) - width + 1, width):
-            part = text[i : i + width]
-            start = time.perf_counter()
-            residency.plan()
-            residency.publish()
-            context.decode(part, all_logits=True)
-            residency.observe(part)
-            seconds.append(time.perf_counter() - start)
-        self._settle(residency)
+        residency = self._cold(policy, expert_bytes, max_moves)
+        try:
+            for i in range(0, len(prompt), context.n_batch):
+                part = prompt[i : i + context.n_batch]
+                context.decode(part)
+                residency.observe(part, starts=i == 0)
+            self.experts.reset_perf()
+            for i in range(0, len(text) - width + 1, width):
+                part = text[i : i + width]
+                start = time.perf_counter()
+                residency.plan()
+                residency.publish()
+                context.decode(part, all_logits=True)
+                residency.observe(part)
+                seconds.append(time.perf_counter() - start)
+        finally:
+            self._settle(residency)
         return {"seconds": seconds, "hit_rate": self.experts.perf_total().hit_rate} | self._expert_bytes()
 
     def close(self) -> None:

@@ -57,7 +57,9 @@ def stock_command(where: str) -> tuple[list[str], dict[str, str]]:
 
 
 class Rig:
-    """Workers are started at once; models are loaded when a setting needs them, the rival's least recently used ones dropped."""
+    """Workers are started at once; models are loaded when a setting needs them, the rival's least recently used ones dropped.
+
+    execution: of ours, a name of native.EXECUTIONS."""
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class Rig:
         logs: Path,
         *,
         device: str | None = None,
+        execution: str = "auto",
         n_ctx: int = 2560,
         n_batch: int = 2048,
         keep: int = 3,
@@ -81,7 +84,7 @@ class Rig:
         self._stock: OrderedDict[tuple[str, int], str] = OrderedDict()
         self._buffers: dict[str, dict[str, float]] = {}
         self._device_bytes: dict[str, int] = {}
-        self._device, self._logs = device, logs
+        self._device, self._execution, self._logs = device, execution, logs
         self._commands = {
             STOCK: stock_command(rival),
             OURS: ([sys.executable, "-m", "moespac_llamacpp.bench.ours"], dict[str, str]()),
@@ -231,7 +234,8 @@ class Rig:
         if self._ours_loaded:
             return
         self.say(f"loading {self.target.name} for ours")
-        answer = self._process(OURS).call("load", path=str(self.target), n_ctx=self.n_ctx, n_batch=self.n_batch)
+        path, size = str(self.target), {"n_ctx": self.n_ctx, "n_batch": self.n_batch}
+        answer = self._process(OURS).call("load", path=path, execution=self._execution, **size)
         for il, _, _, hybrid, fallback in answer["rows"]:
             if not hybrid:
                 self.say(f"layer {il} takes llama.cpp's own path: {fallback}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -17,6 +17,7 @@ from moespac_llamacpp.bench.settings import MEMORIES, Choices
 from moespac_llamacpp.bench.suites import SUITES, SuiteError, messages
 from moespac_llamacpp.bench.targets import QUICK, Row, choose
 from moespac_llamacpp.bench.texts import PlantedTexts
+from moespac_llamacpp.commands.options import Execution
 from moespac_llamacpp.commands.shared import fail
 from moespac_llamacpp.policies import NAMES as POLICIES
 from moespac_llamacpp.synth.pair import Pair
@@ -90,6 +91,7 @@ def compare(
     device: Annotated[
         str | None, typer.Option("--device", help="ggml device (default: the first GPU, else the CPU).")
     ] = None,
+    execution: Annotated[Execution, typer.Option("--execution", help="Of this project's side.")] = Execution.auto,
     prompt: Annotated[
         int | None, typer.Option("--prompt", help="Tokens of a prompt, in place of the rows' own.")
     ] = None,
@@ -128,7 +130,8 @@ def compare(
         )
         out.mkdir(parents=True, exist_ok=True)
         there = {p.stem: p for p in files.drafts}
-        with Rig(files.target, there, stock, out, device=device, n_ctx=ctx, keep=keep, say=_say) as rig:
+        how: dict[str, Any] = {"device": device, "execution": execution.value, "n_ctx": ctx, "keep": keep}
+        with Rig(files.target, there, stock, out, say=_say, **how) as rig:
             comparison = Comparison(rig, PlantedTexts(files.plan()), choices, _words(cheap_draft), effort, _say)
             where = machine.describe(rig.hello, commit)
             _say(machine.short(where))
@@ -185,6 +188,7 @@ def suites(
     memory: Annotated[str, typer.Option("--memory", help="The rival's host memory, with commas.")] = "pinned,mmap",
     policies: Annotated[str, typer.Option("--policies", help="Policies of ours.")] = "moe-spac",
     device: Annotated[str | None, typer.Option("--device", help="ggml device.")] = None,
+    execution: Annotated[Execution, typer.Option("--execution", help="Of this project's side.")] = Execution.auto,
     ctx: Annotated[int, typer.Option("--ctx", "-c", help="Context length.")] = 4096,
 ) -> None:
     """Tokens per second on the suites of the paper, with models of your own, both sides in turn."""
@@ -206,7 +210,8 @@ def suites(
         )
         out.mkdir(parents=True, exist_ok=True)
         runs: list[suite_runs.SuiteRun] = []
-        with Rig(model, drafts, stock, out, device=device, n_ctx=ctx, say=_say) as rig:
+        how: dict[str, Any] = {"device": device, "execution": execution.value, "n_ctx": ctx}
+        with Rig(model, drafts, stock, out, say=_say, **how) as rig:
             where = machine.describe(rig.hello)
             for name, texts in chosen.items():
                 runs.append(suite_runs.run_suite(rig, name, texts, wanted, tokens, _say))

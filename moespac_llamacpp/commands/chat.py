@@ -77,8 +77,9 @@ def read_line() -> str | None:
 def answer(
     chat: Chat, interrupts: Interrupts, line: str, max_tokens: int | None, stop: Sequence[str], json: bool
 ) -> bool:
-    """Prints the answer to a line, and its status; False if there was no room for one."""
+    """Prints the answer to a line, and its status; False if there was no room for one, or if it failed."""
     said = b""
+    failed: RuntimeError | None = None
     try:
         with interrupts.answer(), closing(chat.say(line, max_tokens, stop)) as pieces:
             for piece in pieces:
@@ -95,10 +96,17 @@ def answer(
             typer.echo(dumps({"error": str(error)}))
         typer.echo(f"moespac: {error} (/clear, or -c)", err=True)
         return False
+    except RuntimeError as error:  # a decode failed: the next message reads the conversation anew
+        failed = error
     finally:
         if said and not json:
             typer.echo()
     tell(chat.decoder.report.notices)
+    if failed is not None:
+        if json:
+            typer.echo(dumps({"text": said.decode("utf-8", "replace"), "error": str(failed)}))
+        typer.echo(f"moespac: the answer ends here: {failed}", err=True)
+        return False
     if json:
         typer.echo(dumps({"text": said.decode("utf-8", "replace"), **chat.last.record()}))
         return True

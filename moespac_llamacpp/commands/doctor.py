@@ -17,8 +17,8 @@ import typer
 from moespac_llamacpp import __version__, native
 from moespac_llamacpp._build import LOCAL_VERSION, installed_version
 from moespac_llamacpp.commands.models import resolve
-from moespac_llamacpp.commands.shared import fail, find_device, reason
-from moespac_llamacpp.machine import cache_folder, host_memory
+from moespac_llamacpp.commands.shared import fail, find_device
+from moespac_llamacpp.machine import cache_folder, host_memory, reason
 from moespac_llamacpp.models import Context, LoadError, Model, capture_log
 from moespac_llamacpp.profile import Profile, save
 from moespac_llamacpp.rates import measure

@@ -11,7 +11,6 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from moespac_llamacpp.commands.engine import NoBalancerOption, NoFrequencyOption, NoHotSetOption, SyncMovesOption
 from moespac_llamacpp.engine import TINY_MODEL
 from moespac_llamacpp.grammar import from_json_schema, read_grammar
 from moespac_llamacpp.policies import NAMES as POLICIES
@@ -22,6 +21,12 @@ class DraftKind(str, enum.Enum):
     model = "model"
     ngram = "ngram"
     none = "none"
+
+
+class Execution(str, enum.Enum):
+    auto = "auto"
+    portable = "portable"
+    in_stream = "in-stream"
 
 
 class Switch(str, enum.Enum):
@@ -74,6 +79,9 @@ class LoadOptions:
         typer.Option("--threads-batch", "-tb", min=1, help="CPU threads for several tokens (default: as -t)."),
     ] = None
     device: Annotated[str | None, typer.Option("--device", help="Name of the device for slots (see doctor).")] = None
+    execution: Annotated[
+        Execution, typer.Option("--execution", help="How layers are computed whose experts are in two places.")
+    ] = Execution.auto
     gpu_layers: Annotated[
         int, typer.Option("--gpu-layers", "-ngl", help="Layers, without their experts, on the GPU, -1: all.")
     ] = -1
@@ -98,10 +106,17 @@ class LoadOptions:
         ),
     ] = None
     policy: Annotated[str, typer.Option("--policy", help=f"Which experts move: {', '.join(POLICIES)}.")] = "moe-spac"
-    no_frequency: NoFrequencyOption = False
-    no_balancer: NoBalancerOption = False
-    sync_moves: SyncMovesOption = False
-    no_hot_set: NoHotSetOption = False
+    no_frequency: Annotated[
+        bool, typer.Option("--no-frequency", help="Ablation: experts count as used or not, not how often.")
+    ] = False
+    no_balancer: Annotated[
+        bool, typer.Option("--no-balancer", help="Ablation: no threshold, whatever the slots hold moves.")
+    ] = False
+    sync_moves: Annotated[bool, typer.Option("--sync-moves", help="Ablation: each step waits for its uploads.")] = False
+    no_hot_set: Annotated[
+        bool,
+        typer.Option("--no-hot-set", help="Do not start with the experts that the last run left, nor leave any."),
+    ] = False
     draft_model: Annotated[
         Path | None,
         typer.Option("--draft-model", "-md", help="GGUF file of a draft model with the target's vocabulary."),

@@ -50,6 +50,7 @@ def serve_command(
         given = {field.name: getattr(options, field.name) for field in fields(options)}
         with Moespac(given.pop("model"), progress=progress, **given) as llm:
             tell(llm.notices)
+            n_told = len(llm.notices)
             if host not in LOOPBACK and api_key is None:
                 tell([f"{host} can be reached by others, and there is no --api-key: whoever reaches it may use it"])
             app = create_app(llm, name=alias, defaults=defaults, template=values, api_key=api_key)
@@ -58,6 +59,7 @@ def serve_command(
             config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE)
             with suppress(KeyboardInterrupt):  # the usual end
                 _server(config, app.state.server.jobs.close).run(sockets=[listener])
+        tell(llm.notices[n_told:])
 
 
 def _server(config: Any, before_shutdown: Callable[[], None]) -> Any:

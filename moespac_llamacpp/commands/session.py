@@ -41,6 +41,7 @@ def settle(load: LoadOptions) -> Options:
         n_gpu_layers=load.gpu_layers,
         n_gpu_layers_draft=load.draft_gpu_layers,
         device=load.device,
+        execution=load.execution.value,
         cache_share=load.cache_share,
         expert_budget=load.expert_budget,
         vram=load.vram,
@@ -87,12 +88,16 @@ def session(load: LoadOptions, sampling: SamplingOptions | None = None) -> Itera
     """A decoder for the command. Failures, also those of the command, end it with a sentence."""
     capture_log()
     device = find_device(load.device)
+    late: list[str] = []
     with told(), ExitStack() as stack:
         options = settle(load)
         if sampling:
             options = replace(options, sampling=sampling.sampling(), grammar=sampling.gbnf())
+        stack.callback(lambda: tell(late))
         decoder, notices = open_decoder(options, device, stack, progress)
         tell(notices)
+        notices.clear()
+        late = notices  # what closing has to say
         decoder.on_prompt = PromptLine().show
         yield decoder
 

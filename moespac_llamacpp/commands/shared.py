@@ -9,18 +9,14 @@ from contextlib import contextmanager
 
 import typer
 
-from moespac_llamacpp import native
+from moespac_llamacpp import engine, native
+from moespac_llamacpp.machine import reason
 
 
 def fail(message: object) -> typer.Exit:
     """Says it as a sentence; to be raised."""
     typer.echo(f"moespac: {reason(message) if isinstance(message, OSError) else message}", err=True)
     return typer.Exit(1)
-
-
-def reason(error: OSError) -> str:
-    """The operating system's own words, and the file if it is about one."""
-    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
 
 
 def tell_abort(reason: str) -> None:
@@ -53,9 +49,8 @@ def progress(label: str) -> Iterator[Callable[[float], None]]:
 
 
 def find_device(name: str | None) -> native.Device:
-    if name is None:
-        return native.default_device()
-    for device in native.devices():
-        if device.name.lower() == name.lower():
-            return device
-    raise fail(f"there is no device {name!r}; there are {', '.join(d.name for d in native.devices())}")
+    """typer.Exit after a sentence: there is no such device."""
+    try:
+        return engine.find_device(name)
+    except ValueError as error:
+        raise fail(error) from error
