@@ -38,7 +38,7 @@ def test_the_doctor_measures_keeps_and_the_plan_uses_it(tmp_path: Path) -> None:
     assert "expected: run `moespac doctor` once" in before.stdout
     done = run("doctor", "--device", "CPU", "-m", str(TARGET), cache=str(tmp_path))
     assert done.returncode in (0, 1) and "(patched)" in done.stdout and "ulimit -l" in done.stdout, done.stderr
-    assert "layer 5: 32 experts" in done.stdout
+    assert "layer 5: 32 experts" in done.stdout and "hybrid, portable (the CPU only emulates it)" in done.stdout
     (path,) = (tmp_path / "moespac").iterdir()
     kept = json.loads(path.read_text())
     assert kept["cpu_read"] > 1e8 and kept["device_read"] > 1e8 and kept["link"] == 0  # there is no link to the CPU

@@ -151,7 +151,12 @@ def tell_model(path: Path, where: native.Device) -> None:
                 f"{total / _GIB:.2f} GiB in host memory, {pinned / _GIB:.2f} GiB of it page-locked"
             )
             for row in context.experts.rows():
-                how = f"hybrid, kernels {row.kernel}" if row.hybrid else f"llama.cpp's own path: {row.fallback}"
+                execution = "in-stream" if row.in_stream else f"portable ({row.portable})"
+                how = (
+                    f"hybrid, {execution}, kernels {row.kernel}"
+                    if row.hybrid
+                    else f"llama.cpp's own path: {row.fallback}"
+                )
                 typer.echo(
                     f"  layer {row.il}: {row.n_expert} experts of {row.expert_bytes / 2**20:.2f} MiB, "
                     f"{row.n_expert_used} used; {how}"
