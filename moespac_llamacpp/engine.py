@@ -175,7 +175,12 @@ def _last_run(context: Context, notices: list[str]) -> hotset.HotSet | None:
     try:
         path = hotset.path_for(cache_folder(os.environ), context.model.path)
         return hotset.load(path, experts.n_rows, experts.n_expert)
-    except (hotset.HotSetError, OSError) as error:
+    except FileNotFoundError:  # no folder for it; said when the run ends
+        return None
+    except OSError as error:
+        notices.append(_reason(error))
+        return None
+    except hotset.HotSetError as error:
         notices.append(str(error))
         return None
 
@@ -184,7 +189,11 @@ def _leave(context: Context, residency: Residency, notices: list[str]) -> None:
     try:
         hotset.save(hotset.path_for(cache_folder(os.environ), context.model.path), residency.hot_set())
     except OSError as error:
-        notices.append(f"the hot set was not kept for the next run: {error}")
+        notices.append(f"the hot set was not kept for the next run: {_reason(error)}")
+
+
+def _reason(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
 
 
 def plan_of(options: Options, device: native.Device) -> Plan:
