@@ -118,7 +118,9 @@ def test_a_grid_has_every_setting(pair: Pair, rival: str, tmp_path: Path) -> Non
     arguments += ["--max-threads", "1", "--execution", "in-stream"]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     record = json.loads((tmp_path / "comparison.json").read_text())
-    assert all(r["in_stream"] for r in record["runs"] if r["setting"]["side"] == OURS)
+    ours = [r for r in record["runs"] if r["setting"]["side"] == OURS]
+    assert {(r["in_stream"], r["whole"]) for r in ours if r["setting"]["share"] < 1} == {(True, False)}
+    assert {(r["in_stream"], r["whole"]) for r in ours if r["setting"]["share"] == 1} == {(False, True)}
     grid = {
         (r["setting"]["side"], r["setting"]["share"], r["setting"]["n_draft"])
         for r in record["runs"]

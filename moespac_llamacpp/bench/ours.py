@@ -179,6 +179,7 @@ class Worker:
             "device_bytes": self.experts.device_bytes(),
             "device_reading": used,
             "in_stream": any(r.in_stream for r in self.experts.rows()),
+            "whole": all(r.whole for r in self.experts.rows()),
             "buffers": stock.buffers(),
             "us": {name[3:]: value for name, value in vars(perf).items() if name.startswith("us_")},
             **self._expert_bytes(),
