@@ -13,9 +13,9 @@ import numpy as np
 from moespac_llamacpp.plan import Plan
 from moespac_llamacpp.profile import Profile
 
-#: Seconds of a layer beside its weights: 105 between the ops and 21 for the start, in µs, portable execution, H200
-#: (docs/performance.md).
-LAYER_SECONDS = 126e-6
+#: Seconds of a layer beside its weights, H200 (docs/performance.md). Portable: 105 µs between the ops and 21 for the start.
+#: In-stream: what is left of 7.9 ms a token with 25 % of the experts and 76 % hits, less its bytes at the machine's rates.
+LAYER_SECONDS, LAYER_SECONDS_IN_STREAM = 126e-6, 95e-6
 #: Share of the experts with a slot, and the hits that replays of recorded routing gave, single tokens, policy moe-spac: the
 #: lowest and highest of Qwen3-30B-A3B, Gemma-4-26B-A4B and gpt-oss-120b (bench/results/policies.json).
 SHARES = (0.0, 0.08, 0.17, 0.25, 0.5, 1.0)
@@ -40,19 +40,19 @@ class Estimate:
         return f"{hits}, {low if low == high else f'{low} to {high}'} TPS without drafting"
 
 
-def estimate(plan: Plan, profile: Profile) -> Estimate:
+def estimate(plan: Plan, profile: Profile, *, in_stream: bool) -> Estimate:
+    """in_stream: the execution of the layers."""
     few = max((block.n_expert for block in plan.blocks), default=0) <= FEW_EXPERTS
     hits = tuple(float(np.interp(plan.share, SHARES, table)) for table in (FEW if few else LOW, HIGH))
-    tps = [1 / _seconds(plan, profile, hit) for hit in hits]
+    tps = [1 / seconds_of_token(plan, profile, hit, in_stream=in_stream) for hit in hits]
     return Estimate((hits[0], hits[1]), (min(tps), max(tps)))
 
 
-def _seconds(plan: Plan, profile: Profile, hit: float) -> float:
-    """Of a token."""
+def seconds_of_token(plan: Plan, profile: Profile, hit: float, *, in_stream: bool) -> float:
     target, gpu = plan.target, plan.place.gpu
     n_layers = sum(block.n_expert > 0 for block in plan.blocks)
     experts = sum(block.n_expert_used * block.expert_bytes for block in plan.blocks)
-    fixed = n_layers * LAYER_SECONDS
+    fixed = n_layers * (LAYER_SECONDS_IN_STREAM if in_stream else LAYER_SECONDS)
     if not gpu:  # both lanes read the same memory
         return fixed + (target.host_weights + experts) / profile.cpu_read
     hot, cold = hit * experts / profile.device_read, (1 - hit) * experts / profile.cpu_read

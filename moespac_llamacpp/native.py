@@ -182,6 +182,8 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_dev_memory": (None, [_void_p, ctypes.POINTER(_size_t), ctypes.POINTER(_size_t)]),
     "ggml_backend_dev_buffer_type": (_void_p, [_void_p]),
     "ggml_backend_dev_host_buffer_type": (_void_p, [_void_p]),
+    "ggml_backend_dev_backend_reg": (_void_p, [_void_p]),
+    "ggml_backend_reg_get_proc_address": (_void_p, [_void_p, _char_p]),
     "ggml_backend_buft_name": (_char_p, [_void_p]),
     "ggml_backend_buft_alloc_buffer": (_void_p, [_void_p, _size_t]),
     "ggml_backend_buffer_get_base": (_void_p, [_void_p]),
@@ -236,6 +238,12 @@ class Device:
     def host_buffer_type(self) -> int | None:
         """Buffer type of page-locked host memory for this device, None if it has none."""
         return _f["ggml_backend_dev_host_buffer_type"](self.pointer) or None
+
+    @property
+    def in_stream(self) -> bool:
+        """Does its backend have the operations of the in-stream execution? (The CPU only emulates them.)"""
+        registry = _f["ggml_backend_dev_backend_reg"](self.pointer)
+        return bool(registry and _f["ggml_backend_reg_get_proc_address"](registry, b"ggml_moe_stream"))
 
     @property
     def buffer_type(self) -> int:

@@ -35,7 +35,8 @@ def plan_command(
         profile = load_profile(cache_folder(os.environ), f"{device.name} {device.description}")
     except FileNotFoundError:  # no home folder, so nothing was kept there
         profile = None
-    expected = estimate(plan, profile) if profile else None
+    in_stream = device.in_stream and options.execution != "portable"
+    expected = estimate(plan, profile, in_stream=in_stream) if profile else None
     if json:
         typer.echo(dumps(plan.record() | {"expected": asdict(expected) if expected else None}, indent=1))
         return
