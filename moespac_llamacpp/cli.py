@@ -16,7 +16,7 @@ from moespac_llamacpp.commands.chat import chat_command
 from moespac_llamacpp.commands.doctor import doctor_command
 from moespac_llamacpp.commands.generate import generate_command
 from moespac_llamacpp.commands.models import models_command, pull_command
-from moespac_llamacpp.commands.options import DraftKind, LoadOptions
+from moespac_llamacpp.commands.options import DraftKind, LoadOptions, ModelOption
 from moespac_llamacpp.commands.plan import plan_command
 from moespac_llamacpp.commands.plot import inspect_command, plot_command
 from moespac_llamacpp.commands.serve import serve_command
@@ -56,15 +56,6 @@ DEMO_PROMPTS = (
     ("text", "def read_config(path):\n"),
 )
 
-ModelOption = Annotated[
-    Path,
-    typer.Option(
-        "--model",
-        "-m",
-        help="GGUF file or name (see models) of the target (default: the bundled one).",
-        show_default=False,
-    ),
-]
 TokensOption = Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens to generate at most.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", "-t", min=1, help="CPU threads (default: all cores).")]
 

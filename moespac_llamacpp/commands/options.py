@@ -35,19 +35,22 @@ class Switch(str, enum.Enum):
     auto = "auto"
 
 
+ModelOption = Annotated[
+    Path,
+    typer.Option(
+        "--model",
+        "-m",
+        help="GGUF file or name (see models) of the target (default: the bundled one).",
+        show_default=False,
+    ),
+]
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """What is loaded and where, as llama.cpp's users name it."""
 
-    model: Annotated[
-        Path,
-        typer.Option(
-            "--model",
-            "-m",
-            help="GGUF file or name (see models) of the target (default: the bundled one).",
-            show_default=False,
-        ),
-    ] = TINY_MODEL
+    model: ModelOption = TINY_MODEL
     hf_repo: Annotated[
         str | None,
         typer.Option(
@@ -187,12 +190,6 @@ class SamplingOptions:
         return read_grammar(self.grammar_file) if self.grammar_file is not None else self.grammar
 
 
-class Reasoning(str, enum.Enum):
-    on = "on"
-    off = "off"
-    auto = "auto"
-
-
 @dataclass(frozen=True)
 class TemplateOptions:
     """What the chat template is told."""
@@ -204,9 +201,9 @@ class TemplateOptions:
         ),
     ] = True
     reasoning: Annotated[
-        Reasoning,
+        Switch,
         typer.Option("--reasoning", "-rea", help="Does the model think before it answers? auto: its template decides."),
-    ] = Reasoning.auto
+    ] = Switch.auto
     template_kwargs: Annotated[
         str | None,
         typer.Option("--chat-template-kwargs", help='More values for the template, as JSON: {"name": value}.'),
@@ -222,8 +219,8 @@ class TemplateOptions:
             raise ValueError(f"--chat-template-kwargs is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise ValueError("--chat-template-kwargs is a JSON object")
-        if self.reasoning is not Reasoning.auto:
-            values["enable_thinking"] = self.reasoning is Reasoning.on
+        if self.reasoning is not Switch.auto:
+            values["enable_thinking"] = self.reasoning is Switch.on
         return values
 
 

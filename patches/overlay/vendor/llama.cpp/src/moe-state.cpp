@@ -334,9 +334,9 @@ int32_t llama_moe_state::set_execution(int32_t execution, std::string & error) {
 }
 
 // from one decode to the next, when the pool has failed or is there again
-bool llama_moe_state::use_stream(bool on) {
+void llama_moe_state::use_stream(bool on) {
     if (on == stream_on) {
-        return true;
+        return;
     }
     std::string error;
     if (!on && !reserve_lane(error)) {
@@ -350,7 +350,6 @@ bool llama_moe_state::use_stream(bool on) {
                                    : "a thread of the pool hangs: until it comes back, layers take the portable execution");
     stream_on = on;
     changed_graphs();
-    return true;
 }
 
 ggml_backend_t llama_moe_state::backend_of(ggml_backend_dev_t dev) const {

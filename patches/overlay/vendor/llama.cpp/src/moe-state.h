@@ -143,7 +143,7 @@ private:
     bool cpu_idles(int n_tokens) const;
     bool only_experts_on_host() const;
     void restore_threads();
-    bool use_stream(bool on);
+    void use_stream(bool on);
     bool reserve_lane(std::string & error);
     void count_pairs();
     void poison_outputs();
