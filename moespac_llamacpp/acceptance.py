@@ -38,12 +38,12 @@ def verify(
         return tokens
     for i, draft in enumerate(drafts):
         p = sampler.law(logits[i])
-        drawn_from = q[i] if q is not None else Law(np.array([draft], np.int32), np.ones(1))
         # p(x) >= u q(x), without a division
-        if sampler.rng.random() * drawn_from.of(draft) < p.of(draft):
+        if sampler.rng.random() * (1.0 if q is None else q[i].of(draft)) < p.of(draft):
             sampler.accept(draft)
             tokens.append(draft)
             continue
+        drawn_from = q[i] if q is not None else Law(np.array([draft], np.int32), np.ones(1))
         tokens.append(sampler.draw(sampler.residual(p, drawn_from)))
         sampler.accept(tokens[-1])
         return tokens

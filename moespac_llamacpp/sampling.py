@@ -1,6 +1,7 @@
 """The law of the next token: llama.cpp's own sampler chain, applied to logits; only the drawing is done here.
 
 At a vocabulary of 151k the chain costs milliseconds where it sees every token. Top-k needs only the best few: see `shortlist`.
+So does top-p, once it is known what all the others weigh together.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Law:
 
     def of(self, token: int) -> float:
         """Its probability, 0 if the chain removed it."""
-        found = np.flatnonzero(self.ids == token)
+        found = (self.ids == token).nonzero()[0]
         return float(self.p[found[0]]) if len(found) else 0.0
 
 
@@ -80,6 +81,22 @@ _NOTHING = Law(np.zeros(0, np.int32), np.zeros(0, np.float64))
 
 #: llama_token_data
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+
+#: Among how many of the best tokens a nucleus is looked for, if not among all.
+N_NUCLEUS = (64, 512)
+#: A logit this far below what min-p leaves is not left by it, however it rounds.
+SLACK = 1e-3
+
+
+class _TokenArray(ctypes.Structure):
+    """llama_token_data_array, with the address as a number: a typed pointer costs microseconds to make."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("size", ctypes.c_size_t),
+        ("selected", ctypes.c_int64),
+        ("sorted", ctypes.c_bool),
+    )
 
 
 class Sampler:
@@ -103,7 +120,8 @@ class Sampler:
         self._dense = np.zeros(n_vocab, np.float64)  # zero between calls
         self._biased = frozenset(t for t in sampling.logit_bias if 0 <= t < n_vocab)
         self._recent: deque[int] = deque(maxlen=sampling.penalty_last_n)  # as the penalties remember it
-        self._head, self._tail = _chain(self._adjusting()), _chain(self._choosing())
+        self._head = _chain(self._adjusting())
+        self._tail, self._end = _chain(self._choosing()), _chain(self._ending())
         self._grammar: Any = grammar.sampler if grammar else None
         self._prefixes = grammar.prefixes if grammar else None
         self._owns_tail = True
@@ -112,6 +130,10 @@ class Sampler:
         self._excludes = grammar is not None or bool(self._biased)  # some tokens altogether
         # How many of the best tokens decide; 0: all.
         self._n_best = 1 if sampling.greedy else max(0, sampling.top_k)
+        #: top-p is the first to choose, of all tokens
+        self._weighs = not self._n_best and sampling.typical_p >= 1 and sampling.top_p < 1 and grammar is None
+        self._array = _TokenArray()
+        self._array_pointer = ctypes.cast(ctypes.byref(self._array), llama_cpp.llama_token_data_array_p)
 
     def _adjusting(self) -> Iterable[Any]:
         """Samplers that change the logits of a few tokens."""
@@ -137,15 +159,19 @@ class Sampler:
             yield llama_cpp.llama_sampler_init_typical(s.typical_p, 1)
         if s.top_p < 1:
             yield llama_cpp.llama_sampler_init_top_p(s.top_p, 1)
-        if s.min_p > 0:
-            yield llama_cpp.llama_sampler_init_min_p(s.min_p, 1)
-        yield llama_cpp.llama_sampler_init_temp(s.temperature)
+        yield from self._ending()
+
+    def _ending(self) -> Iterable[Any]:
+        """Those of them that come after top-p."""
+        if self.sampling.min_p > 0:
+            yield llama_cpp.llama_sampler_init_min_p(self.sampling.min_p, 1)
+        yield llama_cpp.llama_sampler_init_temp(self.sampling.temperature)
 
     def close(self) -> None:
-        for part in (self._head, self._grammar, self._tail if self._owns_tail else None):
+        for part in (self._head, self._grammar, *((self._tail, self._end) if self._owns_tail else ())):
             if part:
                 llama_cpp.llama_sampler_free(part)
-        self._head = self._grammar = self._tail = None
+        self._head = self._grammar = self._tail = self._end = None
 
     def __enter__(self) -> Sampler:
         return self
@@ -189,17 +215,46 @@ class Sampler:
         """The law of the next token given its logits, float32 [n_vocab] (fewer: the first tokens only, as a draft's may be)."""
         if self.plain:
             return Law(np.array([logits.argmax()], np.int32), np.ones(1))
+        nucleus = self._nucleus(logits) if self._weighs else None
+        if nucleus is not None:
+            return _softmax(self._apply(self._end, nucleus))
         left = self._adjusted(logits)
         if not len(left):
             return _NOTHING
         if self.sampling.greedy:
             return Law(left["id"][left["logit"].argmax()].reshape(1), np.ones(1))
-        left = _apply(self._tail, left)
-        # llama.cpp keeps p from before the temperature: its last sampler, dist, takes the softmax of what is left, as here
-        p = np.exp((left["logit"] - left["logit"].max()).astype(np.float64))
-        p /= p.sum()
-        likely = p > 0
-        return Law(left["id"][likely], p[likely])
+        return _softmax(self._apply(self._tail, left))
+
+    def _nucleus(self, logits: NDArray[np.float32]) -> NDArray[Any] | None:
+        """What top-p leaves of all tokens, likeliest first, found among the best few; None where they are not all there.
+
+        Sums are float64 here; llama.cpp's are float32, added one after the other, so that at 151k tokens the probability at which
+        it cuts is off by some 1e-5: the last token of a nucleus may be there and not here, or the other way round."""
+        s, changed = self.sampling, self._changed(len(logits))
+        for n in (1,) if s.min_p > 0 else N_NUCLEUS:
+            edge = self._shortlist.edge(logits, n + len(changed))
+            if s.min_p > 0:  # what min-p will leave out need not be found
+                edge += log(s.min_p) - SLACK
+            if edge == -np.inf:
+                return None
+            found = self._candidates_from(logits, edge, changed)
+            if len(changed):
+                self._apply(self._head, found)
+            order = np.argsort(-found["logit"], kind="stable")
+            values = found["logit"].take(order).astype(np.float64)
+            top = float(values[0])
+            n_sure = int(np.count_nonzero(values >= edge))  # no other token comes between these
+            if not n_sure:
+                continue
+            sums = np.exp(values - top).cumsum()
+            most = self._shortlist.most_below(logits, edge, top)
+            share = float(np.float32(s.top_p))
+            low, high = sums.searchsorted([share * sums[-1], share * (sums[-1] + most)]) + 1
+            if low < high:  # now it matters what the others weigh
+                low = sums.searchsorted(share * (sums[-1] + self._shortlist.mass_without(logits, found["id"], top))) + 1
+            if low <= n_sure or s.min_p > 0:
+                return found.take(order[: min(low, n_sure)])
+        return None
 
     def _adjusted(self, logits: NDArray[np.float32]) -> NDArray[Any]:
         """Candidates with bias, penalties and grammar applied, those that are excluded left out.
@@ -211,11 +266,11 @@ class Sampler:
             edge = self._edge(logits, n)
             candidates = self._candidates_from(logits, edge, changed)
             if len(changed):
-                _apply(self._head, candidates)
+                self._apply(self._head, candidates)
             if not self._excludes:  # n tokens are enough, whatever becomes of those that changed
                 return candidates
             if self._grammar:
-                _apply(self._grammar, candidates)
+                self._apply(self._grammar, candidates)
             # Tokens below the edge are as the model left them: they cannot be among the best if enough reach it still.
             if edge == -np.inf or not self._n_best or np.count_nonzero(candidates["logit"] >= edge) >= self._n_best:
                 return candidates[candidates["logit"] > -np.inf]
@@ -235,31 +290,44 @@ class Sampler:
             return self._shortlist.edge(logits, n)
         if s.min_p > 0 and s.top_p >= 1 and s.typical_p >= 1 and not self._grammar:
             # min-p alone: a share of the best token's probability, and of n + 1 tokens one is as the model left it
-            return self._shortlist.edge(logits, n + 1) + log(s.min_p) - 1e-3
+            return self._shortlist.edge(logits, n + 1) + log(s.min_p) - SLACK
         return -np.inf
 
     def _candidates_from(self, logits: NDArray[np.float32], edge: float, changed: NDArray[np.int64]) -> NDArray[Any]:
         """Candidates whose logits reach the edge, and all whose logits will change; without an edge all that can be chosen."""
         if edge > -np.inf:
-            ids = self._shortlist.reaching(logits, edge)
+            ids, values = self._shortlist.reaching(logits, edge)
             if len(changed):
-                ids = np.concatenate((ids, changed[logits[changed] < edge]))
+                low = changed[logits[changed] < edge]
+                ids, values = np.concatenate((ids, low)), np.concatenate((values, logits[low]))
         elif self._prefixes is not None:
             ids = np.sort(self._prefixes.may_follow(self._allowed))
             ids = ids[: np.searchsorted(ids, len(logits))]
+            values = logits[ids]
         else:
             candidates = self._candidates[: len(logits)]
             candidates["id"], candidates["logit"] = np.arange(len(logits)), logits
             return candidates
         candidates = self._candidates[: len(ids)]
-        candidates["id"], candidates["logit"] = ids, logits[ids]
+        candidates["id"], candidates["logit"] = ids, values
         return candidates
 
     def _allowed(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of the tokens the grammar allows."""
         candidates = np.zeros(len(tokens), _CANDIDATE)
         candidates["id"] = tokens
-        return np.asarray(_apply(self._grammar, candidates)["logit"] > -np.inf)
+        return np.asarray(self._apply(self._grammar, candidates)["logit"] > -np.inf)
+
+    def _apply(self, sampler: Any, candidates: NDArray[Any]) -> NDArray[Any]:
+        """What the sampler leaves of the candidates, which it changes and may sort."""
+        array, address = self._array, candidates.ctypes.data
+        array.data, array.size, array.selected, array.sorted = address, len(candidates), -1, False
+        llama_cpp.llama_sampler_apply(sampler, self._array_pointer)
+        if array.data == address:
+            return candidates[: array.size]
+        # a sampler may put its own memory there (llama.h)
+        raw = (ctypes.c_uint8 * (array.size * _CANDIDATE.itemsize)).from_address(array.data)
+        return np.ctypeslib.as_array(raw).view(_CANDIDATE)
 
     def draw(self, law: Law) -> int:
         """A token from the law, END if it has none."""
@@ -285,15 +353,10 @@ def _chain(parts: Iterable[Any]) -> Any:
     return chain
 
 
-def _apply(sampler: Any, candidates: NDArray[Any]) -> NDArray[Any]:
-    """What the sampler leaves of the candidates, which it changes and may sort."""
-    array = llama_cpp.llama_token_data_array(
-        ctypes.cast(candidates.ctypes.data, llama_cpp.llama_token_data_p), len(candidates), -1, False
-    )
-    llama_cpp.llama_sampler_apply(sampler, ctypes.byref(array))
-    address = ctypes.cast(array.data, ctypes.c_void_p).value
-    if address != candidates.ctypes.data:  # a sampler may put its own memory there (llama.h)
-        assert address is not None
-        raw = (ctypes.c_uint8 * (array.size * _CANDIDATE.itemsize)).from_address(address)
-        return np.ctypeslib.as_array(raw).view(_CANDIDATE)
-    return candidates[: array.size]
+def _softmax(left: NDArray[Any]) -> Law:
+    """llama.cpp keeps p from before the temperature: its last sampler, dist, takes the softmax of what is left, as here."""
+    logits = left["logit"]
+    p = np.exp((logits - logits.max()).astype(np.float64))
+    p /= p.sum()
+    likely = p > 0
+    return Law(left["id"][likely], p[likely])

@@ -6,6 +6,8 @@ value that n of them reach is reached by at least n tokens, and only groups whos
 
 from __future__ import annotations
 
+from math import exp, isfinite
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,30 +20,53 @@ class Shortlist:
 
     def __init__(self) -> None:
         self._gap = np.inf
+        self._firsts = np.zeros((0, 1), np.int64)  # [tokens of a group, 1]: ids of the first group's
+        self._all = np.zeros(0, np.float32)  # room for a calculation with every token
 
     def edge(self, logits: NDArray[np.float32], n: int) -> float:
         """A value that at least n of the logits reach, not far below the n-th largest; −inf where there is no cheap one."""
         if len(logits) < MIN_GROUP * N_GROUPS or 4 * n > N_GROUPS:
             return -np.inf
-        self._maxima = maxima = _groups(logits).max(axis=0)
+        self._maxima = maxima = np.maximum.reduce(_groups(logits), axis=0)
         top = float(maxima.max())
-        if not np.isfinite(top):  # NaN: not for us to judge
+        if not isfinite(top):  # NaN: not for us to judge
             return -np.inf
         edge = top - self._gap
         if not n <= np.count_nonzero(maxima >= edge) <= 2 * n:
             # a little more than asked for, so that the guess lasts
             edge = float(np.partition(maxima, N_GROUPS - n * 4 // 3 - 1)[N_GROUPS - n * 4 // 3 - 1])
-            self._gap = top - edge if np.isfinite(edge) else np.inf
+            self._gap = top - edge if isfinite(edge) else np.inf
         return edge
 
-    def reaching(self, logits: NDArray[np.float32], edge: float) -> NDArray[np.int64]:
-        """Ids of the tokens whose logits reach the edge, ascending; `edge` was asked for these logits just before."""
-        groups = np.flatnonzero(self._maxima >= edge)
-        found = np.flatnonzero(np.take(_groups(logits), groups, axis=1) >= edge)
-        rows, columns = np.divmod(found, len(groups))
-        n_grouped = len(logits) // N_GROUPS * N_GROUPS
-        rest = np.flatnonzero(logits[n_grouped:] >= edge)
-        return np.concatenate((rows * N_GROUPS + groups[columns], rest + n_grouped))
+    def reaching(self, logits: NDArray[np.float32], edge: float) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Tokens whose logits reach the edge, ascending, and the logits; `edge` was asked for these logits just before."""
+        n = len(logits) // N_GROUPS
+        if len(self._firsts) != n:
+            self._firsts = np.arange(0, n * N_GROUPS, N_GROUPS)[:, None]
+        ids = (self._firsts + (self._maxima >= edge).nonzero()[0]).ravel()
+        values = logits.take(ids)
+        reach = (values >= edge).nonzero()[0]
+        ids, values = ids.take(reach), values.take(reach)
+        rest = (logits[n * N_GROUPS :] >= edge).nonzero()[0]
+        if len(rest):
+            rest += n * N_GROUPS
+            ids, values = np.concatenate((ids, rest)), np.concatenate((values, logits.take(rest)))
+        return ids, values
+
+    def most_below(self, logits: NDArray[np.float32], edge: float, top: float) -> float:
+        """No less than the sum of exp(logit − top) of the tokens below the edge, which was asked for just before; a quick look."""
+        bounds = np.exp(np.minimum(self._maxima, edge) - top)
+        n = len(logits) // N_GROUPS
+        return n * float(bounds.sum(dtype=np.float64)) + (len(logits) - n * N_GROUPS) * exp(edge - top)
+
+    def mass_without(self, logits: NDArray[np.float32], ids: NDArray[np.integer], top: float) -> float:
+        """The sum of exp(logit − top) of all tokens but these, none of which is above the top; to 7 digits."""
+        if len(self._all) < len(logits):
+            self._all = np.empty(len(logits), np.float32)
+        all_ = self._all[: len(logits)]
+        np.subtract(logits, np.float32(top), out=all_)
+        all_[ids] = -np.inf
+        return float(np.exp(all_, out=all_).sum())  # numpy sums in pairs: the error does not grow with the vocabulary
 
 
 def _groups(logits: NDArray[np.float32]) -> NDArray[np.float32]:

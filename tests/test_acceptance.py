@@ -269,13 +269,13 @@ def test_a_shortlist_has_enough_tokens_and_not_many_more() -> None:
         for scale in (1, 1, 1.1, 3, 0.01, 1):  # guesses from the last logits that hold, and that do not
             logits = (scale * rng.standard_normal(n_vocab)).astype(np.float32)
             edge = shortlist.edge(logits, n)
-            ids = shortlist.reaching(logits, edge)
-            assert ids.tolist() == np.flatnonzero(logits >= edge).tolist()
+            ids, values = shortlist.reaching(logits, edge)
+            assert ids.tolist() == np.flatnonzero(logits >= edge).tolist() and (values == logits[ids]).all()
             assert n <= len(ids) < 4 * n + 8
     for logits, n in ((np.zeros(9000, np.float32), 40), (np.zeros(200_000, np.float32), 2000)):
         assert Shortlist().edge(logits, n) == -np.inf
     ties = np.zeros(100_000, np.float32)
-    assert len(shortlist.reaching(ties, shortlist.edge(ties, 40))) == len(ties)
+    assert len(shortlist.reaching(ties, shortlist.edge(ties, 40))[0]) == len(ties)
     ties[5:] = -np.inf
     assert shortlist.edge(ties, 40) == -np.inf
 
