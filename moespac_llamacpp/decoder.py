@@ -269,9 +269,10 @@ class Decoder:
                 self._log_prompt(logits, prompt[i + 1 : i + 1 + len(chunk)])
             if self.residency:
                 self.residency.observe(chunk, starts=i == 0)
-            step = Step("prompt", self.context.n_past, len(chunk), decode_ms=1000 * (decoded - start))
-            step.plan_ms = 1000 * (time.perf_counter() - decoded)
-            self._tell(step)
+            if self.telemetry:
+                step = Step("prompt", self.context.n_past, len(chunk), decode_ms=1000 * (decoded - start))
+                step.plan_ms = 1000 * (time.perf_counter() - decoded)
+                self.telemetry.record(step, self.context.experts)
         self._show(len(prompt) - keep, len(prompt) - keep)
         return logits
 
@@ -355,10 +356,11 @@ class Decoder:
         self._notice()
         if self.residency and observed:
             self.residency.observe(batch, [i <= n_accepted for i in range(len(batch))])
-        step = Step("step", context.n_past, len(batch), len(draft.tokens), n_accepted, self._n_gained(tokens))
-        times = (drafted - start, decoded - drafted, accepted - decoded, time.perf_counter() - accepted)
-        step.draft_ms, step.decode_ms, step.accept_ms, step.plan_ms = (1000 * seconds for seconds in times)
-        self._tell(step)
+        if self.telemetry:
+            step = Step("step", context.n_past, len(batch), len(draft.tokens), n_accepted, self._n_gained(tokens))
+            times = (drafted - start, decoded - drafted, accepted - decoded, time.perf_counter() - accepted)
+            step.draft_ms, step.decode_ms, step.accept_ms, step.plan_ms = (1000 * seconds for seconds in times)
+            self.telemetry.record(step, context.experts)
         return tokens
 
     def _draft(self, token: int, n: int) -> Draft:
@@ -403,10 +405,6 @@ class Decoder:
         """How many of the tokens become text: those before one that ends it."""
         ends = (i for i, token in enumerate(tokens) if token == END or self.context.model.ends(token))
         return next(ends, len(tokens))
-
-    def _tell(self, step: Step) -> None:
-        if self.telemetry:
-            self.telemetry.record(step, self.context.experts)
 
     def _notice(self) -> None:
         self.report.notices += self.drafter.notices

@@ -332,6 +332,7 @@ class Context:
         self._memory: Any = llama_cpp.llama_get_memory(self.pointer)
         self.experts: native.Experts | None = None
         self.n_past = 0
+        self._logits_at, self._views = 0, dict[int, NDArray[np.float32]]()
         if attach:
             try:
                 self.experts = native.Experts(self.pointer, device, execution=execution, perf=perf)
@@ -386,7 +387,18 @@ class Context:
         if self.experts and (failure := self.experts.failure()):
             self.clear()  # what the failed layers wrote into the cache must not be read, not even masked
             raise RuntimeError(f"decoding {n} tokens failed: {failure}. The context is empty now")
-        return np.ctypeslib.as_array(logits, shape=(n if all_logits else 1, self.model.n_vocab))
+        return self._view(logits, n if all_logits else 1)
+
+    def _view(self, logits: Any, n: int) -> NDArray[np.float32]:
+        """The first n rows of the logits. To make a view takes 35 µs after a decode, and the address hardly ever changes."""
+        address = ctypes.cast(logits, ctypes.c_void_p).value
+        assert address is not None
+        if address != self._logits_at:
+            self._logits_at, self._views = address, {}
+        view = self._views.get(n)
+        if view is None:
+            view = self._views[n] = np.ctypeslib.as_array(logits, shape=(n, self.model.n_vocab))
+        return view
 
     def warm_up(self, widths: Sequence[int], seconds: float, progress: Callable[[float], None] | None = None) -> None:
         """Decodes batches of these numbers of tokens a few times and forgets them: their graphs exist then, and are captured.

@@ -54,7 +54,7 @@ class Shortlist:
         return ids, values
 
     def most_below(self, logits: NDArray[np.float32], edge: float, top: float) -> float:
-        """No less than the sum of exp(logit − top) of the tokens below the edge, which was asked for just before; a quick look."""
+        """At least the sum of exp(logit − top) of all tokens below the edge, which was asked for just before; a quick look."""
         bounds = np.exp(np.minimum(self._maxima, edge) - top)
         n = len(logits) // N_GROUPS
         return n * float(bounds.sum(dtype=np.float64)) + (len(logits) - n * N_GROUPS) * exp(edge - top)

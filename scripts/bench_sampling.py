@@ -1,4 +1,4 @@
-"""What acceptance costs between two decodes: µs a position and ms a step, at the vocabulary of Qwen3. Prints two tables.
+"""What Python costs between two decodes, at the vocabulary of Qwen3 where that matters. Prints three tables.
 
     python scripts/bench_sampling.py
 
@@ -6,6 +6,10 @@ Logits are random with the tail of a real model's: one clear favourite among som
 that are all accepted, so that all 4 positions are looked at. For grammars the bundled model's vocabulary is filled up with random
 strings to the same size; the text so far is given, and which tokens may follow is up to the grammar, not to the logits: that is
 the worst case, as a model that knows JSON has the right token among its first few.
+
+The last table is the time from the end of one decode to the start of the next, on the bundled pair with its small vocabulary:
+drafting without a draft model, acceptance, and all that is noted, moved and planned in this thread. It is measured while it
+happens, with caches that are full of weights.
 """
 
 from __future__ import annotations
@@ -20,9 +24,13 @@ import llama_cpp
 import numpy as np
 
 from moespac_llamacpp.acceptance import Law, Sampler, Sampling, log_probability, verify
+from moespac_llamacpp.decoder import Decoder
+from moespac_llamacpp.draft import NgramDraft
 from moespac_llamacpp.engine import TINY_MODEL
 from moespac_llamacpp.grammar import compile_grammar, from_json_schema
-from moespac_llamacpp.models import Model, capture_log
+from moespac_llamacpp.models import Context, Model, capture_log
+from moespac_llamacpp.policies import make
+from moespac_llamacpp.residency import Residency
 
 N_VOCAB = 151_936
 
@@ -101,17 +109,17 @@ def chains() -> None:
     logits = (2 * rng.standard_normal((4, N_VOCAB)) + 3 * (rng.random((4, N_VOCAB)) < 1e-3)).astype(np.float32)
     favourites = rng.integers(0, N_VOCAB, 4)
     logits[np.arange(4), favourites] = 25
+    unsure = (2 * rng.standard_normal(N_VOCAB) + 12 * (rng.random(N_VOCAB) < 1e-3)).astype(np.float32)
     text = rng.integers(0, N_VOCAB, 100).tolist()
     drafts = favourites[:3].tolist()
-    print(f"{'chain':36s} {'law, µs':>9s} {'step of 4, ms':>14s}")
+    print(f"{'chain':36s} {'law, µs':>9s} {'unsure, µs':>11s} {'step of 4, ms':>14s}")
     for name, sampling in CHAINS.items():
         with Sampler(sampling, N_VOCAB) as sampler:
             sampler.reset(text)
-            n = 20 if sampling.top_k == 0 and sampling.top_p < 1 else 200
             q = None if sampling.greedy else [Law(np.array([t], np.int32), np.ones(1)) for t in drafts]
-            law = median_of(lambda sampler=sampler: sampler.law(logits[0]), n)  # type: ignore[misc]
-            step = median_of(lambda sampler=sampler, q=q: verify(sampler, logits, drafts, q), n)  # type: ignore[misc]
-        print(f"{name:36s} {1e6 * law:9.0f} {1e3 * step:14.3f}")
+            step = median_of(lambda sampler=sampler, q=q: verify(sampler, logits, drafts, q))  # type: ignore[misc]
+            law, wide = (median_of(lambda sampler=sampler, row=row: sampler.law(row)) for row in (logits[0], unsure))  # type: ignore[misc]
+        print(f"{name:36s} {1e6 * law:9.0f} {1e6 * wide:11.0f} {1e3 * step:14.3f}")
     print(f"{'log-probability of a token':36s} {1e6 * median_of(lambda: log_probability(logits[0], 5)):9.0f}")
 
 
@@ -138,11 +146,56 @@ def grammars() -> None:
         model.close()
 
 
+def gaps() -> None:
+    """The target computes with one thread: the policy's has a core of its own where there are two."""
+    print(f"\n{'between decodes, ms':36s} {'greedy':>9s} {'sampled':>9s}")
+    with Model(TINY_MODEL) as model:
+        for share in (None, 0.25):
+            for n_drafts in (0, 3):
+                times = [_gap(model, share, n_drafts, s) for s in (Sampling(), Sampling(temperature=0.8, seed=1))]
+                name = "no slots" if share is None else f"moe-spac, {100 * share:.0f} % in slots"
+                name += f", {n_drafts} guesses" if n_drafts else ", no draft"
+                print(f"{name:36s} " + " ".join(f"{1e3 * t:9.3f}" for t in times))
+
+
+def _gap(model: Model, share: float | None, n_drafts: int, sampling: Sampling) -> float:
+    """Seconds, the median of two texts of 400 tokens."""
+    real, ends, found = llama_cpp.llama_decode, [0.0], []
+
+    def decode(*arguments: object) -> int:
+        found.append(time.perf_counter() - ends[0])
+        code = int(real(*arguments))
+        ends[0] = time.perf_counter()
+        return code
+
+    residency = None
+    with Context(model, n_ctx=1024, n_threads=1) as context:
+        if share is not None:
+            experts = context.experts
+            assert experts
+            experts.set_slots([round(share * experts.row(r).n_expert) for r in range(experts.n_rows)])
+            residency = Residency(experts, make("moe-spac", experts.n_rows, experts.n_expert))
+            residency.fill()
+        drafter = NgramDraft() if n_drafts else None
+        decoder = Decoder(context, residency, drafter=drafter, draft_max=n_drafts, draft_fixed=True, sampling=sampling)
+        llama_cpp.llama_decode = decode
+        try:
+            for text in ("In the morning the old man went down to the harbour. In the morning", "The heron stood and"):
+                list(decoder.generate(model.tokenize(text), 400))
+        finally:
+            llama_cpp.llama_decode = real
+        decoder.close()
+        if residency:
+            residency.close()
+    return float(np.median(found))
+
+
 def main() -> None:
     capture_log()
     print(f"vocabulary {N_VOCAB}; medians")
     chains()
     grammars()
+    gaps()
 
 
 if __name__ == "__main__":

@@ -216,7 +216,7 @@ def test_the_law_is_that_of_llama_cpps_own_chain(name: str) -> None:
     assert value < limit
 
 
-#: The chains of a large vocabulary; in all but the last two a shortlist of tokens decides.
+#: The chains of a large vocabulary; in all but the last a shortlist of tokens decides, unless the law is too flat.
 LARGE = {
     "top-k": Sampling(temperature=0.8),
     "bare top-k": Sampling(temperature=2, top_k=100, top_p=1, min_p=0),
@@ -228,6 +228,11 @@ LARGE = {
     "min-p": Sampling(temperature=1, top_k=0, top_p=1, min_p=0.001, repeat_penalty=1.2),
     "typical": Sampling(temperature=1, top_k=60, typical_p=0.7, top_p=1, min_p=0),
     "top-p": Sampling(temperature=1, top_k=0, top_p=0.9, min_p=0),
+    "top-p, min-p": Sampling(temperature=1, top_k=0, top_p=0.97, min_p=0.02),
+    "top-p, penalties": Sampling(
+        temperature=0.8, top_k=0, top_p=0.6, min_p=0, repeat_penalty=1.3, presence_penalty=0.4
+    ),
+    "top-p, bias": Sampling(temperature=1, top_k=0, top_p=0.8, min_p=0, logit_bias={7: 30.0, 8: -np.inf, 29_999: 29.0}),
     "all": Sampling(temperature=1, top_k=0, top_p=1, min_p=0),
 }
 
@@ -278,6 +283,50 @@ def test_a_shortlist_has_enough_tokens_and_not_many_more() -> None:
     assert len(shortlist.reaching(ties, shortlist.edge(ties, 40))[0]) == len(ties)
     ties[5:] = -np.inf
     assert shortlist.edge(ties, 40) == -np.inf
+
+
+def nucleus(logits: np.ndarray, top_p: float) -> set[int]:
+    """By its definition, in double precision."""
+    order = np.argsort(-logits, kind="stable")
+    p = np.exp(logits[order].astype(np.float64) - float(logits.max()))
+    return set(order[: int((p.cumsum() < np.float32(top_p) * p.sum()).sum()) + 1].tolist())
+
+
+def test_a_nucleus_is_found_among_the_best_of_a_large_vocabulary() -> None:
+    """Small ones, some for which it matters what all other tokens weigh, one that needs a second look, and one that is too large.
+    Compared with the definition, and with llama.cpp's, which may differ in the last token."""
+    rng = np.random.default_rng(8)
+    base = rng.standard_normal(151_936).astype(np.float32)
+    favourites = rng.integers(0, len(base), 300)
+    laws = ((1, 30, 0.1), (1, 30, 0.95), (2, 14, 0.95), (2, 11, 0.7), (2, 12, 0.999), (1.5, 13, 0.5))
+    for scale, lift, top_p in laws:
+        logits = np.float32(scale) * base
+        logits[favourites] += np.float32(lift) - np.linspace(0, 4, len(favourites), dtype=np.float32)
+        sampling = Sampling(temperature=1, top_k=0, top_p=top_p, min_p=0)
+        theirs = Upstream(sampling, len(logits))
+        left = set(theirs.left(logits))
+        theirs.close()
+        expected = nucleus(logits, top_p)
+        with Sampler(sampling, len(logits)) as sampler:
+            assert (sampler._nucleus(logits) is None) == (len(expected) > 512)
+            law = set(sampler.law(logits).ids.tolist())
+        if len(expected) > 512:  # llama.cpp decides
+            assert law == left
+        else:
+            assert law == expected and len(left ^ law) <= 1
+
+
+def test_what_a_nucleus_leaves_out_is_weighed() -> None:
+    rng = np.random.default_rng(9)
+    for n_vocab, scale in ((151_936, 2), (32_001, 0.5), (20_000, 6)):
+        logits = (scale * rng.standard_normal(n_vocab)).astype(np.float32)
+        shortlist, top = Shortlist(), float(logits.max())
+        edge = shortlist.edge(logits, 50)
+        ids, _ = shortlist.reaching(logits, edge)
+        p = np.exp(logits.astype(np.float64) - top)
+        p[ids] = 0
+        assert shortlist.mass_without(logits, ids, top) == pytest.approx(p.sum(), rel=1e-5)
+        assert p.sum() <= shortlist.most_below(logits, edge, top) * (1 + 1e-6)
 
 
 def test_greedy_takes_the_targets_argmax() -> None:
