@@ -35,7 +35,7 @@ from moespac_llamacpp.engine import TINY_MODEL, Options, Progress, find_device, 
 from moespac_llamacpp.grammar import from_json_schema
 from moespac_llamacpp.models import ONE_DEVICE, ONE_SEQUENCE, capture_log
 from moespac_llamacpp.sampling import Sampling
-from moespac_llamacpp.tools import START, Demand, demand, read_calls
+from moespac_llamacpp.tools import START, Demand, demand, read_calls, split_calls
 
 _REFUSED = {
     **dict.fromkeys(("n_parallel", "n_seq_max", "parallel"), ONE_SEQUENCE),
@@ -468,7 +468,7 @@ class Moespac:
         """The role with the first token; text as it comes; from where a tool call starts, the calls at the end."""
         finder = StopText([START] if wanted.listens else [])
         in_call = wanted.forced is not None or wanted.any_call
-        text, n_said, started = "", 0, False
+        text, started = "", False
         with closing(pieces):
             for piece in pieces:
                 if not started:
@@ -478,14 +478,13 @@ class Moespac:
                 log = self._chat_logs(piece.report, piece.first, piece.last) if logs else None
                 sure, found = (b"", False) if in_call else finder.feed(piece.text.encode())
                 in_call |= found
-                n_said += len(sure.decode())
                 if sure or (log is not None and piece.first < piece.last):
                     yield formats.chat_chunk(head, {"content": sure.decode()}, log)
         calls: list[dict[str, Any]] = []
         if in_call:
-            plain, calls = read_calls(text, wanted)
-            if not calls and plain:  # no call after all
-                yield formats.chat_chunk(head, {"content": text[n_said:]})
+            _, after, calls = split_calls(text, wanted)
+            if after:  # before the calls: to many clients these are the end
+                yield formats.chat_chunk(head, {"content": after})
             for delta in formats.call_deltas(calls):
                 yield formats.chat_chunk(head, delta)
         elif rest := finder.rest():

@@ -12,7 +12,7 @@ from typing import Any
 from moespac_llamacpp import hotset, native
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import Drafter, GgufDraft, NgramDraft, NoDraft
-from moespac_llamacpp.machine import cache_folder, reason
+from moespac_llamacpp.machine import cache_folder, crowded, reason
 from moespac_llamacpp.memory import parse_bytes
 from moespac_llamacpp.models import Context, Model
 from moespac_llamacpp.options import context_fields, tensor_overrides
@@ -113,7 +113,7 @@ def open_decoder(
     if kind != "none" and target.is_recurrent:
         fields["n_rs_seq"] = options.draft_max  # so many tokens can be taken back, where the architecture can at all
     context = stack.enter_context(_context(options, target, plan, device, fields))
-    notices = list(plan.notes)
+    notices = [*plan.notes, *crowded(options.n_threads, options.n_threads_batch)]
     if kind != "none" and not context.can_roll_back:
         notices.append(
             f"{target.path}: its recurrent state cannot roll back rejected drafts: it generates without a draft"

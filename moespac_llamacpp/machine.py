@@ -1,8 +1,9 @@
-"""Host memory that is there to be used, the folder for what is worth keeping between runs, and the system's own words."""
+"""Host memory and cores that are there to be used, the folder for what is kept between runs, and the system's own words."""
 
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +16,16 @@ _CGROUPS = (  # limit, usage, statistics: version 2, then version 1
 def reason(error: OSError) -> str:
     """The operating system's own words, and the file if it is about one."""
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+
+
+def crowded(*n_threads: int | None) -> list[str]:
+    """A sentence for the user if so many threads were asked for that they have no cores."""
+    most, n_cores = max((n for n in n_threads if n is not None), default=0), len(os.sched_getaffinity(0))
+    if most <= n_cores:
+        return []
+    return [
+        f"{most} threads share {n_cores} cores: they wait for one another at every operation, give at most {n_cores} (-t)"
+    ]
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:

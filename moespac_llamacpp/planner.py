@@ -83,6 +83,9 @@ def _plan(pair: Pair, target: Meter, draft: Meter | None, place: Place, wishes: 
     n_ctx = pair.n_ctx or _context(target, draft, place, wishes)
     found, blocks = target.target(n_ctx, pair.draft_max)
     plan = make(place, found, blocks, _draft_context(draft, n_ctx), wishes)
+    if pair.n_ctx and found.n_ctx != pair.n_ctx:
+        note = f"the context has {found.n_ctx} tokens, not the {pair.n_ctx} that were asked for: llama.cpp rounds it up"
+        plan = replace(plan, notes=[*plan.notes, note])
     if not pair.n_ctx and n_ctx < trained:
         note = f"the context is {n_ctx} of the {trained} tokens that it was trained for, to leave room for experts (-c chooses)"
         plan = replace(plan, notes=[*plan.notes, note])

@@ -98,23 +98,30 @@ def call(name: str, arguments: str) -> dict[str, Any]:
 
 def read_calls(text: str, wanted: Demand) -> tuple[str | None, list[dict[str, Any]]]:
     """(the answer's text without its calls, the calls). What is no complete call stays text."""
+    before, after, calls = split_calls(text, wanted)
+    return (before + after).strip() or None if calls else before + after, calls
+
+
+def split_calls(text: str, wanted: Demand) -> tuple[str, str, list[dict[str, Any]]]:
+    """(the text before the first call, all text after it that is no call, the calls)."""
     if wanted.forced is not None:
-        return None, [call(wanted.forced, text)]
+        return "", "", [call(wanted.forced, text)]
     if wanted.any_call:
         parsed = _parse(text)
-        return (None, [parsed]) if parsed else (text, [])
+        return ("", "", [parsed]) if parsed else ("", text, [])
     if not wanted.listens or START not in text:
-        return text, []
+        return text, "", []
     before, *rest = text.split(START)
-    calls: list[dict[str, Any]] = []
+    after, calls = "", list[dict[str, Any]]()
     for i, part in enumerate(rest):
-        body, _, after = part.partition(END)
+        body, _, between = part.partition(END)
         parsed = _parse(body)
         if parsed is None:
-            return before + START + START.join(rest[i:]), calls
+            return before, after + START + START.join(rest[i:]), calls
         calls.append(parsed)
-        before += after.strip()
-    return before.strip() or None, calls
+        if not between.isspace():
+            after += between
+    return before, after, calls
 
 
 def _parse(body: str) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -209,6 +210,18 @@ def test_content_in_parts_is_text(llm: Moespac) -> None:
     assert llm.generate(parts, 8) == llm.generate([{"role": "user", "content": RIVER}], 8) != ""
 
 
+def test_more_threads_than_cores_are_told() -> None:
+    n = len(os.sched_getaffinity(0))
+    sentence = f"{n + 1} threads share {n} cores: they wait for one another at every operation, give at most {n} (-t)"
+    for given, told in (
+        ({"n_threads": n + 1}, [sentence]),
+        ({"n_threads": n}, []),
+        ({"n_threads_batch": n + 1}, [sentence]),
+    ):
+        with Moespac(n_ctx=256, **given) as llm:
+            assert llm.notices == told
+
+
 # --- tools and formats -----------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +307,32 @@ def test_a_stream_loses_nothing_of_what_is_no_call(llm: Moespac, text: str, want
     pieces = (Piece(text[i : i + 3], 0, 0, report) for i in range(0, len(text), 3))
     chunks = llm._chat_chunks(Head("id", 0, "tiny"), cast(Any, pieces), wanted, False)
     assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == text
+
+
+@pytest.mark.parametrize(
+    ("after", "kept"),
+    [
+        ("\nThat is all.\n", "\nThat is all.\n"),
+        ("\n\n", ""),
+        ("\n<tool_call>is what it writes", "<tool_call>is what it writes"),
+        ('\nand <tool_call>{"name": "g"}</tool_call> too', "\nand  too"),
+    ],
+)
+def test_a_stream_keeps_the_text_after_a_call(llm: Moespac, after: str, kept: str) -> None:
+    """The same text and calls as in one piece, and the text first: to many clients calls are the end."""
+    text = 'Well.\n<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>' + after
+    report = Report(finish_reason="stop")
+    pieces = (Piece(text[i : i + 3], 0, 0, report) for i in range(0, len(text), 3))
+    chunks = list(llm._chat_chunks(Head("id", 0, "tiny"), cast(Any, pieces), Demand(listens=True), False))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    content = "".join(delta.get("content") or "" for delta in deltas)
+    assert content == "Well.\n" + kept
+    whole, calls = read_calls(text, Demand(listens=True))
+    assert content.strip() == whole
+    at = [i for i, delta in enumerate(deltas) if "tool_calls" in delta]
+    assert [deltas[i]["tool_calls"][0]["function"] for i in at] == [one["function"] for one in calls]
+    assert not any(delta.get("content") for delta in deltas[at[0] :])
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_several_calls_and_what_is_none() -> None:

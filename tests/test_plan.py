@@ -228,6 +228,12 @@ def test_a_context_that_nobody_asked_for_leaves_room_for_experts(monkeypatch: py
     assert plan.target.n_ctx == 512 and not plan.notes
 
 
+def test_a_context_that_llama_cpp_rounds_up_is_told() -> None:
+    plan = plan_pair(Pair(TARGET, n_ctx=5), native.cpu_device())
+    assert plan.target.n_ctx == 256
+    assert plan.notes == ["the context has 256 tokens, not the 5 that were asked for: llama.cpp rounds it up"]
+
+
 # --- the command -----------------------------------------------------------------------------------------------------------
 
 
