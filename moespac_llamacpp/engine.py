@@ -20,6 +20,7 @@ from moespac_llamacpp.plan import Plan, Wishes
 from moespac_llamacpp.planner import Pair, plan_pair
 from moespac_llamacpp.policies import NAMES as POLICIES
 from moespac_llamacpp.policies import make
+from moespac_llamacpp.profile import known
 from moespac_llamacpp.residency import Residency
 from moespac_llamacpp.sampling import Sampling
 from moespac_llamacpp.telemetry import Telemetry
@@ -222,7 +223,7 @@ def plan_of(options: Options, device: native.Device) -> Plan:
         context=context_fields(options.flash_attn, options.cache_type_k, options.cache_type_v),
     )
     wishes = Wishes(size_of(options.vram), size_of(options.expert_budget), options.cache_share)
-    return plan_pair(pair, device, wishes)
+    return plan_pair(pair, device, wishes, profile=known(f"{device.name} {device.description}", os.environ))
 
 
 def size_of(size: str | int | None) -> int | None:

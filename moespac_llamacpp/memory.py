@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+#: Slots of each block: what is expected of them, in seconds, by one or more guesses.
+Pace = Callable[[Sequence[int]], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,30 @@ def slots_for_bytes(blocks: Sequence[BlockSize], budget: int) -> list[int]:
             if rounds * blocks[i].expert_bytes <= budget:
                 slots[i] += rounds
                 budget -= rounds * blocks[i].expert_bytes
+
+
+def slots_for_time(blocks: Sequence[BlockSize], budget: int, pace: Pace) -> list[int]:
+    """The fastest split of `budget` bytes in which some blocks are whole (a slot for each expert) and the others share the rest
+    evenly. Never slower than the even split, by any guess of `pace`; blocks of the fewest bytes become whole first.
+
+    ValueError for a negative budget."""
+    best = slots_for_bytes(blocks, budget)
+    even = least = list(pace(best))
+    others = list(blocks)
+    whole = [0] * len(blocks)
+    for i in sorted(range(len(blocks)), key=lambda i: blocks[i].n_expert * blocks[i].expert_bytes):
+        block = blocks[i]
+        if not block.hybrid or block.expert_bytes <= 0:
+            continue
+        budget -= block.n_expert * block.expert_bytes
+        if budget < 0:
+            break
+        others[i], whole[i] = BlockSize(block.n_expert, block.expert_bytes, hybrid=False), block.n_expert
+        split = [w + n for w, n in zip(whole, slots_for_bytes(others, budget), strict=True)]
+        seconds = list(pace(split))
+        if sum(seconds) < sum(least) and all(a <= b for a, b in zip(seconds, even, strict=True)):
+            best, least = split, seconds
+    return best
 
 
 def parse_bytes(text: str) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moespac_llamacpp.memory import BlockSize, slots_for_bytes, slots_for_share
+from moespac_llamacpp.memory import BlockSize, Pace, slots_for_bytes, slots_for_share, slots_for_time
 
 #: Left free on a GPU unless --vram says otherwise: CUDA's own pools for prompts, graphs, and whoever draws the desktop.
 RESERVE = 1 << 30
@@ -115,6 +115,11 @@ class Plan:
         return sum(self.slots)
 
     @property
+    def n_whole(self) -> int:
+        """Layers with a slot for each expert: once they are resident, such a layer is llama.cpp's own."""
+        return sum(b.hybrid and n >= b.n_expert for n, b in zip(self.slots, self.blocks, strict=True))
+
+    @property
     def n_experts(self) -> int:
         return sum(block.n_expert for block in self.blocks)
 
@@ -126,7 +131,8 @@ class Plan:
     def record(self) -> dict[str, Any]:
         """For JSON."""
         sums = {
-            name: getattr(self, name) for name in ("slot_bytes", "device_bytes", "host_bytes", "n_slots", "n_experts")
+            name: getattr(self, name)
+            for name in ("slot_bytes", "device_bytes", "host_bytes", "n_slots", "n_experts", "n_whole")
         }
         return asdict(self) | sums | {"share": round(self.share, 4)}
 
@@ -160,12 +166,14 @@ class Plan:
         return facts + [f"{reasons.count(r)} layers take llama.cpp's own path: {r}" for r in sorted(set(reasons))]
 
     def _slots_text(self) -> str:
-        counts = sorted({n for n, block in zip(self.slots, self.blocks, strict=True) if block.hybrid})
-        layers = sum(block.hybrid for block in self.blocks)
+        hybrid = [(n, block) for n, block in zip(self.slots, self.blocks, strict=True) if block.hybrid]
+        counts = sorted({n for n, block in hybrid if n < block.n_expert})
+        n_others = len(hybrid) - self.n_whole
         each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}" if counts else "0"
-        return (
-            f"{self.n_slots} of {self.n_experts} experts ({100 * self.share:.0f} %), {each} in each of {layers} layers"
-        )
+        parts = [f"{self.n_whole} of {len(hybrid)} layers whole"] if self.n_whole else []
+        if n_others or not hybrid:
+            parts.append(f"{each} in each of {n_others} {'others' if parts else 'layers'}")
+        return f"{self.n_slots} of {self.n_experts} experts ({100 * self.share:.0f} %), {', '.join(parts)}"
 
 
 def size(n: int) -> str:
@@ -200,22 +208,26 @@ def make(
     blocks: Sequence[Block],
     draft: Footprint | None = None,
     wishes: Wishes | None = None,
+    pace: Pace | None = None,
 ) -> Plan:
-    """PlanError: the models do not fit, on the device or in host memory; or wishes that contradict each other."""
+    """pace: what is expected of slots, to choose layers that are whole; None: all layers get the same. A wished share is each
+    layer's in any case.
+
+    PlanError: the models do not fit, on the device or in host memory; or wishes that contradict each other."""
     wishes = wishes or Wishes()
     wishes.check()
     usable = _usable(place, wishes)
     _check_host(place, target, draft)
     _check_device(place, usable, target, draft)
     room = usable - _fixed(target, draft)
+    on_cpu = wishes.vram is None and wishes.expert_bytes is None and not place.gpu
     if wishes.share is not None:
         slots = slots_for_share(blocks, wishes.share)
-    elif wishes.expert_bytes is not None:
-        slots = slots_for_bytes(blocks, wishes.expert_bytes)
-    elif wishes.vram is None and not place.gpu:
+    elif on_cpu:
         slots = slots_for_share(blocks, CPU_SHARE)
     else:
-        slots = slots_for_bytes(blocks, room)
+        n_bytes = room if wishes.expert_bytes is None else wishes.expert_bytes
+        slots = slots_for_bytes(blocks, n_bytes) if pace is None else slots_for_time(blocks, n_bytes, pace)
     plan = Plan(place, usable, target, draft, list(blocks), slots, _notes(target, blocks, slots, wishes))
     if plan.slot_bytes > room:
         raise PlanError(

@@ -10,9 +10,11 @@ from typing import Any
 
 from moespac_llamacpp import native
 from moespac_llamacpp.draft import check_vocabulary
+from moespac_llamacpp.estimate import pace_of
 from moespac_llamacpp.footprint import Meter
 from moespac_llamacpp.machine import host_memory
 from moespac_llamacpp.plan import RESERVE, Footprint, Place, Plan, Wishes, make
+from moespac_llamacpp.profile import Profile
 
 #: A context that nobody asked for is halved, down to this, until it and all else but slots take no more than this of the device.
 LEAST_CONTEXT, MOST_WITHOUT_EXPERTS = 4096, 1 / 3
@@ -54,8 +56,14 @@ def place_of(device: native.Device) -> Place:
     )
 
 
-def plan_pair(pair: Pair, device: native.Device, wishes: Wishes | None = None, place: Place | None = None) -> Plan:
-    """place: what is free, if not what the machine says now.
+def plan_pair(
+    pair: Pair,
+    device: native.Device,
+    wishes: Wishes | None = None,
+    place: Place | None = None,
+    profile: Profile | None = None,
+) -> Plan:
+    """place: what is free, if not what the machine says now. profile: the machine's rates, to choose layers that are whole.
 
     LoadError, DraftError: a file cannot be loaded, the target is dense, the vocabularies differ. PlanError: it does not fit."""
     wishes = wishes or Wishes()
@@ -63,10 +71,15 @@ def plan_pair(pair: Pair, device: native.Device, wishes: Wishes | None = None, p
     place = place or place_of(device)
     with closing(_target(pair, device)) as target:
         if pair.draft is None:
-            return _plan(pair, target, None, place, wishes)
+            return _plan(pair, target, None, place, wishes, profile)
         with closing(Meter(pair.draft, device, n_gpu_layers=pair.draft_gpu_layers)) as draft:
             check_vocabulary(target.model, draft.model)
-            return _plan(pair, target, draft, place, wishes)
+            return _plan(pair, target, draft, place, wishes, profile)
+
+
+def runs_in_stream(device: native.Device, execution: str) -> bool:
+    """Is that the execution of layers that can have it?"""
+    return device.in_stream and execution != "portable"
 
 
 def _target(pair: Pair, device: native.Device) -> Meter:
@@ -78,11 +91,15 @@ def _target(pair: Pair, device: native.Device) -> Meter:
     return meter
 
 
-def _plan(pair: Pair, target: Meter, draft: Meter | None, place: Place, wishes: Wishes) -> Plan:
+def _plan(
+    pair: Pair, target: Meter, draft: Meter | None, place: Place, wishes: Wishes, profile: Profile | None
+) -> Plan:
     trained = target.model.n_ctx_train
     n_ctx = pair.n_ctx or _context(target, draft, place, wishes)
     found, blocks = target.target(n_ctx, pair.draft_max)
-    plan = make(place, found, blocks, _draft_context(draft, n_ctx), wishes)
+    in_stream = runs_in_stream(target.device, pair.execution)
+    pace = pace_of(blocks, profile, in_stream=in_stream) if profile and place.gpu else None
+    plan = make(place, found, blocks, _draft_context(draft, n_ctx), wishes, pace)
     if pair.n_ctx and found.n_ctx != pair.n_ctx:
         note = f"the context has {found.n_ctx} tokens, not the {pair.n_ctx} that were asked for: llama.cpp rounds it up"
         plan = replace(plan, notes=[*plan.notes, note])

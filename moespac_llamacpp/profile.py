@@ -6,8 +6,11 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from moespac_llamacpp.machine import cache_folder
 
 
 @dataclass(frozen=True)
@@ -61,4 +64,12 @@ def load(folder: Path, device: str) -> Profile | None:
             else None
         )
     except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def known(device: str, environment: Mapping[str, str]) -> Profile | None:
+    """What is kept in the user's cache folder; None also where there is none, as without a home."""
+    try:
+        return load(cache_folder(environment), device)
+    except FileNotFoundError:
         return None

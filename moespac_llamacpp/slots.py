@@ -30,9 +30,9 @@ class Demand:
         self.mean = np.zeros(n_rows)
 
     def observe(self, score: Table, n_slots: NDArray[np.int32]) -> None:
-        """score: one plan's utilities. Rows without slots take no part."""
-        total = int(n_slots.sum())
-        rows = np.flatnonzero(n_slots > 0)
+        """score: one plan's utilities. Rows without slots take no part, nor those that have one for each expert."""
+        rows = np.flatnonzero((n_slots > 0) & (n_slots < score.shape[1]))
+        total = int(n_slots[rows].sum())
         flat = score[rows].ravel()
         if not 0 < total < len(flat):
             return
@@ -57,8 +57,9 @@ def resplit(
 
     Rows that want most beyond their slots take from those that use fewest of theirs, half of the way at once, at least one
     slot and at most MAX_GAIN. A row gives or takes only if the gap is above the share `least` of its slots and above one; it
-    keeps one slot. The bytes of all slots never grow."""
-    has = n_slots > 0
+    keeps one slot, and all of them if it has one for each expert: a layer that is whole is worth more than its slots elsewhere
+    (memory.slots_for_time). The bytes of all slots never grow."""
+    has = (n_slots > 0) & (n_slots < n_expert)
     gap = np.where(has, np.minimum(demand, n_expert) - n_slots, 0.0)
     edge = np.maximum(1.0, least * n_slots)
     takers = [int(r) for r in np.argsort(-gap, kind="stable") if gap[r] > edge[r]][: max_rows // 2]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from moespac_llamacpp.memory import BlockSize, parse_bytes, slots_for_bytes, slots_for_share
+from moespac_llamacpp.memory import BlockSize, parse_bytes, slots_for_bytes, slots_for_share, slots_for_time
 
 MIB = 1 << 20
 DENSE = BlockSize(n_expert=0, expert_bytes=0, hybrid=False)
@@ -66,6 +68,41 @@ def test_a_budget_is_never_exceeded_and_the_split_stays_even() -> None:
             assert left < min(b.expert_bytes for n, b in zip(slots, blocks, strict=True) if n < b.n_expert)
         assert all(0 <= n <= b.n_expert for n, b in zip(slots, blocks, strict=True))
         assert slots == slots_for_bytes(blocks, budget)
+
+
+def test_blocks_become_whole_only_where_no_guess_is_slower() -> None:
+    """Random blocks, budgets and guesses: a cold share, to some power, against what a block saves that is whole."""
+    rng = np.random.default_rng(1)
+    n_gained = 0
+    for _ in range(300):
+        blocks = [moe(int(rng.integers(1, 65)), int(rng.integers(80, 121))) for _ in range(int(rng.integers(1, 9)))]
+        blocks += [DENSE, FALLBACK]
+        budget = int(rng.uniform(0, 1.1) * sum(b.n_expert * b.expert_bytes for b in blocks[:-2]))
+        powers, saving = rng.uniform(1, 3, 2), rng.uniform(0, 0.3)
+
+        def pace(
+            slots: list[int], blocks: list[BlockSize] = blocks, powers: Any = powers, s: float = saving
+        ) -> list[float]:
+            cold = np.array([1 - n / max(1, b.n_expert) for n, b in zip(slots, blocks, strict=True)])
+            return [float((cold**power - s * (cold == 0)).sum()) for power in powers]
+
+        slots, even = slots_for_time(blocks, budget, pace), slots_for_bytes(blocks, budget)
+        assert all(a <= b for a, b in zip(pace(slots), pace(even), strict=True))
+        assert all(0 <= n <= b.n_expert and (b.hybrid or n == 0) for n, b in zip(slots, blocks, strict=True))
+        left = budget - spent(blocks, slots)
+        rest = [b.expert_bytes for n, b in zip(slots, blocks, strict=True) if b.hybrid and n < b.n_expert]
+        assert 0 <= left < min(rest, default=1 << 40), "what another slot would fit into is lost"
+        n_gained += slots != even
+    assert 50 < n_gained < 250
+
+
+def test_with_enough_for_all_every_block_is_whole() -> None:
+    blocks = [moe(8), DENSE, moe(4, 2 * MIB), FALLBACK]
+    assert slots_for_time(blocks, 16 * MIB, lambda slots: [0.0]) == [8, 0, 4, 0]
+    assert slots_for_time(blocks, 0, lambda slots: [0.0]) == [0, 0, 0, 0]
+    # the smaller one first, of which others keep what is left
+    blocks = [moe(8), moe(4), moe(8)]
+    assert slots_for_time(blocks, 10 * MIB, lambda slots: [-float(slots[1] == 4)]) == [3, 4, 3]
 
 
 def test_a_block_whose_experts_do_not_fit_is_passed_over() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import lowlevel
 import parity
-from moespac_llamacpp import native
+from moespac_llamacpp import Moespac, native
 from moespac_llamacpp.commands.options import LoadOptions
 from moespac_llamacpp.commands.session import session
 from moespac_llamacpp.draft import DraftError
@@ -23,6 +23,7 @@ from moespac_llamacpp.machine import host_memory
 from moespac_llamacpp.models import Context, LoadError, Model, recorded_log
 from moespac_llamacpp.plan import RESERVE, Block, Footprint, Place, PlanError, Wishes, make
 from moespac_llamacpp.planner import Pair, place_of, plan_pair
+from moespac_llamacpp.profile import Profile
 from native_build import build_rpc, find_source, or_skip
 from pair import DRAFT, TARGET, target_context
 from pair import Pair as LoadedPair
@@ -36,6 +37,8 @@ TARGET_SIZE = Footprint(
     8192, 40960, weights=GIB, kv=GIB, compute=GIB // 2, host_weights=GIB // 4, expert_bytes=16 * GIB
 )
 DRAFT_SIZE = Footprint(8192, 40960, weights=GIB, kv=GIB // 2, compute=GIB // 4, host_weights=GIB // 8)
+#: of a GPU whose CPU is not so slow that cold experts decide
+FAST = Profile("GPU", "a CPU", 8, cpu_read=50e9, link=20e9, pageable=5e9, device_read=500e9, measured="")
 BLOCKS = [Block(128, 2 * MIB, True, il, 8) for il in range(48)]
 #: of what a buffer is rounded up to, and llama.cpp's log down to
 TOLERANCE = 0.02 * MIB
@@ -232,6 +235,26 @@ def test_a_context_that_llama_cpp_rounds_up_is_told() -> None:
     plan = plan_pair(Pair(TARGET, n_ctx=5), native.cpu_device())
     assert plan.target.n_ctx == 256
     assert plan.notes == ["the context has 256 tokens, not the 5 that were asked for: llama.cpp rounds it up"]
+
+
+def test_loading_makes_whole_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the CPU for a GPU, and rates of one: most of the budget for six layers, some of which become whole."""
+    device = native.cpu_device()
+    place = replace(place_of(device), gpu=True, free=GIB, total=GIB)
+    monkeypatch.setattr("moespac_llamacpp.planner.place_of", lambda device: place)
+    monkeypatch.setattr("moespac_llamacpp.engine.known", lambda device, environment: FAST)
+    budget = plan_pair(Pair(TARGET, n_ctx=256), device, Wishes(share=0.9)).slot_bytes
+    plan = plan_pair(Pair(TARGET, n_ctx=256), device, Wishes(expert_bytes=budget), profile=FAST)
+    assert 0 < plan.n_whole < 6 and plan.slot_bytes <= budget
+    with Moespac(TARGET, device="CPU", draft="none", n_ctx=256, n_threads=1, expert_budget=budget) as llm:
+        experts = llm.decoder.context.experts
+        assert experts
+        assert [row.n_slots for row in experts.rows()] == plan.slots
+        assert [row.whole for row in experts.rows()] == [n == 32 for n in plan.slots]
+        text = llm.generate("The heron stood in the river and", max_tokens=40)
+        assert [row.whole for row in experts.rows()] == [n == 32 for n in plan.slots]
+    with Moespac(TARGET, device="CPU", draft="none", n_ctx=256, n_threads=1, cache_share=0.25) as llm:
+        assert llm.generate("The heron stood in the river and", max_tokens=40) == text
 
 
 # --- the command -----------------------------------------------------------------------------------------------------------

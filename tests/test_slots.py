@@ -50,6 +50,9 @@ def test_small_gaps_and_rows_without_slots_are_left_alone() -> None:
     assert resplit(ints(20, 20, 20), np.array([21.5, 18.5, 20.0]), sizes, n_expert) is None
     assert resplit(ints(0, 20, 20), np.array([60.0, 20.0, 20.0]), sizes, n_expert) is None
     assert resplit(ints(1, 20, 20), np.array([0.0, 30.0, 20.0]), sizes, n_expert) is None  # the last slot is kept
+    assert (
+        resplit(ints(64, 20, 20), np.array([10.0, 40.0, 20.0]), sizes, n_expert) is None
+    )  # a layer that is whole stays so
 
 
 def test_demand_is_what_one_threshold_over_all_layers_would_want() -> None:
@@ -62,6 +65,9 @@ def test_demand_is_what_one_threshold_over_all_layers_would_want() -> None:
     mean = demand.mean
     demand.observe(score, ints(0, 3))  # a row without slots takes no part
     assert demand.mean is not mean and mean.tolist() == [1.5, 0.5]
+    whole = Demand(3)
+    whole.observe(np.vstack([np.full(4, 99.0), score]), ints(4, 2, 2))  # nor does one that is whole
+    assert whole.mean.tolist() == [0, 3, 1]
 
 
 def skewed(n_steps: int = 600) -> list[Step]:

@@ -14,9 +14,9 @@ from moespac_llamacpp.commands.session import settle, told
 from moespac_llamacpp.commands.shared import find_device
 from moespac_llamacpp.engine import draft_kind, draft_path, plan_of
 from moespac_llamacpp.estimate import estimate
-from moespac_llamacpp.machine import cache_folder
 from moespac_llamacpp.models import capture_log
-from moespac_llamacpp.profile import load as load_profile
+from moespac_llamacpp.planner import runs_in_stream
+from moespac_llamacpp.profile import known
 
 
 @takes(LoadOptions)
@@ -31,11 +31,8 @@ def plan_command(
         options = settle(load)
         plan = plan_of(options, device)
         drafter = draft_path(options) if draft_kind(options) == "model" else None
-    try:
-        profile = load_profile(cache_folder(os.environ), f"{device.name} {device.description}")
-    except FileNotFoundError:  # no home folder, so nothing was kept there
-        profile = None
-    in_stream = device.in_stream and options.execution != "portable"
+    profile = known(f"{device.name} {device.description}", os.environ)
+    in_stream = runs_in_stream(device, options.execution)
     expected = estimate(plan, profile, in_stream=in_stream) if profile else None
     if json:
         typer.echo(dumps(plan.record() | {"expected": asdict(expected) if expected else None}, indent=1))
