@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moespac_llamacpp.planning import Batch, Limits, Move, Policy, Table, plan_moves
-from moespac_llamacpp.rivals import Fiddler, HybriMoe, MixtralOffload, MoeInfinity, Recency
+from moespac_llamacpp.rivals import ByRecency, Fiddler, HybriMoe, MixtralOffload, MoeInfinity
 from moespac_llamacpp.spac import MoeSpac
 from moespac_llamacpp.utility import DECAY, SEED_WEIGHT, Adaptive, Integer, Prior, TokenMemory
 
@@ -49,18 +49,9 @@ class Static:
         return plan_moves(self.profile, resident, limits.n_slots, limits.max_moves, 0.0)
 
 
-class Lru:
+class Lru(ByRecency):
     """The experts that were used last, per layer. Within a batch the later token counts as later, then the better router
     rank."""
-
-    def __init__(self, n_rows: int, n_expert: int) -> None:
-        self.recency = Recency(n_rows, n_expert)
-
-    def observe(self, batch: Batch) -> None:
-        self.recency.observe(batch)
-
-    def expect(self, tokens: Sequence[int]) -> None:
-        pass
 
     def plan(self, resident: NDArray[np.bool_], limits: Limits) -> list[Move]:
         return plan_moves(self.recency.last, resident, limits.n_slots, limits.max_moves, 0.0)

@@ -36,6 +36,19 @@ class Recency:
         self.last = np.where(batch.counts > 0, self.now + within, self.last)
 
 
+class ByRecency:
+    """What all policies by the last use have in common."""
+
+    def __init__(self, n_rows: int, n_expert: int) -> None:
+        self.recency = Recency(n_rows, n_expert)
+
+    def observe(self, batch: Batch) -> None:
+        self.recency.observe(batch)
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        pass
+
+
 class Fiddler:
     """Popularity: the experts that were used most on calibration data, placed once. Fiddler (arXiv 2402.07033).
 
@@ -63,7 +76,7 @@ class Fiddler:
         return plan_moves(self.popularity, resident, limits.n_slots, limits.max_moves, 0.0)
 
 
-class MixtralOffload:
+class MixtralOffload(ByRecency):
     """Least recently used per layer, loaded on demand. Eliseev & Mazur, 'Fast Inference of Mixture-of-Experts Language Models
     with Offloading' (arXiv 2312.17238).
 
@@ -71,15 +84,6 @@ class MixtralOffload:
     after the batch, not in the middle of it, and under a cap of moves the longest unused are replaced first in any layer; its
     speculative loading (the next layer's gate on this layer's input) needs the model.
     """
-
-    def __init__(self, n_rows: int, n_expert: int) -> None:
-        self.recency = Recency(n_rows, n_expert)
-
-    def observe(self, batch: Batch) -> None:
-        self.recency.observe(batch)
-
-    def expect(self, tokens: Sequence[int]) -> None:
-        pass
 
     def plan(self, resident: NDArray[np.bool_], limits: Limits) -> list[Move]:
         last = self.recency.last
