@@ -244,7 +244,7 @@ class Sampler:
             values = found["logit"].take(order).astype(np.float64)
             top = float(values[0])
             n_sure = int(np.count_nonzero(values >= edge))  # no other token comes between these
-            if not n_sure:
+            if not n_sure or top == np.inf:
                 continue
             sums = np.exp(values - top).cumsum()
             most = self._shortlist.most_below(logits, edge, top)

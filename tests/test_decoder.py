@@ -78,6 +78,15 @@ def texts(pair: Pair, plain: Context) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.fixture(scope="module")
+def hundred(pair: Pair, plain: Context) -> list[tuple[list[int], list[int]]]:
+    """The same of 100 prompts, 256 tokens: made once for all long tests."""
+    rng = np.random.default_rng(0)
+    sources = [pair.target.tokenize(text) for text in PROMPTS]
+    prompts = [[*sources[i % 10], *rng.integers(10, 4000, 1 + i // 10).tolist(), *sources[i // 10]] for i in range(100)]
+    return [(prompt, plain_greedy(plain, prompt, 256)) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
 def sure(texts: list[tuple[list[int], list[int]]]) -> tuple[list[int], list[int]]:
     """The text in which the target is never in doubt: top-2 logits at least 0.18 apart for 40 tokens."""
     return texts[4][0], texts[4][1][:40]
@@ -99,11 +108,12 @@ def check_greedy(
     *,
     fixed: bool = True,
     n: int = 64,
-) -> None:
-    """Generates every text with the drafter, experts moving, and compares.
+) -> int:
+    """Generates every text with the drafter, experts moving, and compares; how many are equal.
 
     The tiny target is quantized and often in doubt: upstream alone, with the same drafts and no experts attached, parts from
-    itself in 0 (none), 1 (n-gram) and 4 (model) of the 10 texts. So ties are checked one by one, and their number is bounded.
+    itself in 0 (none), 1 (n-gram) and 4 (model) of the 10 texts of 64 tokens. So ties are checked one by one, and their number is
+    bounded (docs/same-text.md).
     """
     opened: list[Context] = []
     with target_context(pair) as context:
@@ -123,11 +133,12 @@ def check_greedy(
             n_accepted += report.n_accepted
             n_rejected += report.n_drafted - report.n_accepted
         decoder.close()
-        assert n > 64 or n_same >= 0.3 * len(cases)
+        assert n_same >= 0.25 * len(cases)
         assert (moves.n_moves > 100) == (share > 0)
         assert name == "none" or not fixed or (n_accepted > 20 and n_rejected > 20)
     for other in opened:
         other.close()
+    return n_same
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25])
@@ -159,12 +170,29 @@ def test_greedy_text_does_not_depend_on_the_draft_length(
 @pytest.mark.full
 @pytest.mark.parametrize("share", [0.0, 0.17, 0.5])
 @pytest.mark.parametrize("name", ["none", "ngram", "model"])
-def test_greedy_text_of_100_prompts(pair: Pair, plain: Context, name: str, share: float) -> None:
-    rng = np.random.default_rng(0)
-    sources = [pair.target.tokenize(text) for text in PROMPTS]
-    prompts = [[*sources[i % 10], *rng.integers(10, 4000, 1 + i // 10).tolist(), *sources[i // 10]] for i in range(100)]
-    cases = [(prompt, plain_greedy(plain, prompt, 256)) for prompt in prompts]
-    check_greedy(pair, plain, cases, name, share, n=256)
+def test_greedy_text_of_100_prompts(
+    pair: Pair, plain: Context, hundred: list[tuple[list[int], list[int]]], name: str, share: float
+) -> None:
+    n_same = check_greedy(pair, plain, hundred, name, share, n=256)
+    print(f"{name}, {100 * share:.0f} % in slots: {n_same} of 100 texts equal ", end="")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["none", "ngram", "model"])
+def test_upstream_parts_from_itself_where_its_batches_have_another_width(
+    pair: Pair, plain: Context, hundred: list[tuple[list[int], list[int]]], name: str
+) -> None:
+    """The other direction: with nothing attached and the same drafts. What our texts are held to is what upstream keeps."""
+    opened: list[Context] = []
+    with target_context(pair, attach=False) as context:
+        decoder = Decoder(context, drafter=with_drafter(name, pair, opened), draft_max=5, draft_fixed=True)
+        texts = [(prompt, expected, list(decoder.generate(prompt, 256))) for prompt, expected in hundred]
+        decoder.close()
+    for other in opened:
+        other.close()
+    n_same = sum(assert_same_text(plain, *text) for text in texts)
+    print(f"{name}, nothing attached: {n_same} of 100 texts equal ", end="")
+    assert (n_same == 100) == (name == "none"), "without drafts every batch has one token"
 
 
 def test_a_perfect_draft_takes_few_steps_and_a_wrong_one_all(
