@@ -356,6 +356,8 @@ def _chain(parts: Iterable[Any]) -> Any:
 def _softmax(left: NDArray[Any]) -> Law:
     """llama.cpp keeps p from before the temperature: its last sampler, dist, takes the softmax of what is left, as here."""
     logits = left["logit"]
+    if len(logits) == 1 and logits[0] > -np.inf:
+        return Law(left["id"].copy(), np.ones(1))
     p = np.exp((logits - logits.max()).astype(np.float64))
     p /= p.sum()
     likely = p > 0

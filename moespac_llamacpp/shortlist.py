@@ -32,18 +32,22 @@ class Shortlist:
         if not isfinite(top):  # NaN: not for us to judge
             return -np.inf
         edge = top - self._gap
-        if not n <= np.count_nonzero(maxima >= edge) <= 2 * n:
+        groups = (maxima >= edge).nonzero()[0]
+        if not n <= len(groups) <= 2 * n:
             # a little more than asked for, so that the guess lasts
             edge = float(np.partition(maxima, N_GROUPS - n * 4 // 3 - 1)[N_GROUPS - n * 4 // 3 - 1])
             self._gap = top - edge if isfinite(edge) else np.inf
+            groups = (maxima >= edge).nonzero()[0]
+        self._edge, self._groups = edge, groups
         return edge
 
     def reaching(self, logits: NDArray[np.float32], edge: float) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens whose logits reach the edge, ascending, and the logits; `edge` was asked for these logits just before."""
+        """Tokens whose logits reach the edge, ascending, and the logits; an edge was asked for these logits just before."""
         n = len(logits) // N_GROUPS
         if len(self._firsts) != n:
             self._firsts = np.arange(0, n * N_GROUPS, N_GROUPS)[:, None]
-        ids = (self._firsts + (self._maxima >= edge).nonzero()[0]).ravel()
+        groups = self._groups if edge == self._edge else (self._maxima >= edge).nonzero()[0]
+        ids = (self._firsts + groups).ravel()
         values = logits.take(ids)
         reach = (values >= edge).nonzero()[0]
         ids, values = ids.take(reach), values.take(reach)
