@@ -65,6 +65,9 @@ class Lru:
     def plan(self, resident: NDArray[np.bool_], limits: Limits) -> list[Move]:
         return plan_moves(self.recency.last, resident, limits.n_slots, limits.max_moves, 0.0)
 
+    def worth(self) -> Table:
+        return self.recency.last
+
 
 class Decayed:
     """Decayed frequency: counts of all decoded tokens, rejected drafts too, fading by `decay` per token.
@@ -89,6 +92,9 @@ class Decayed:
 
     def plan(self, resident: NDArray[np.bool_], limits: Limits) -> list[Move]:
         return plan_moves(self.score, resident, limits.n_slots, limits.max_moves, self.hysteresis)
+
+    def worth(self) -> Table:
+        return self.score
 
     def use(self) -> Table:
         return self.prior.mean()

@@ -87,6 +87,9 @@ class MixtralOffload:
         score = np.where(resident | wanted, last, 0.0)
         return plan_moves(score, resident, limits.n_slots, limits.max_moves, 0.0)
 
+    def worth(self) -> Table:
+        return self.recency.last
+
 
 class MoeInfinity:
     """Activation-aware, by sequence. MoE-Infinity (arXiv 2401.14361).
@@ -115,12 +118,15 @@ class MoeInfinity:
         pass
 
     def plan(self, resident: NDArray[np.bool_], limits: Limits) -> list[Move]:
+        return plan_moves(self.worth(), resident, limits.n_slots, limits.max_moves, 0.0)
+
+    def worth(self) -> Table:
         score = self.current
         if len(self.past):
             norm = np.linalg.norm(self.past, axis=1) + 1e-9
             match = self.past[int(np.argmax(self.past @ self.current.ravel() / norm))]
             score = score + self.weight * match.reshape(score.shape)
-        return plan_moves(score, resident, limits.n_slots, limits.max_moves, 0.0)
+        return score
 
 
 class HybriMoe:
@@ -145,3 +151,6 @@ class HybriMoe:
 
     def plan(self, resident: NDArray[np.bool_], limits: Limits) -> list[Move]:
         return plan_moves(self.value, resident, limits.n_slots, limits.max_moves, 0.0)
+
+    def worth(self) -> Table:
+        return self.value

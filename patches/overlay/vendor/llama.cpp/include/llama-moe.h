@@ -59,6 +59,7 @@ extern "C" {
         int32_t pool_threads;       // in-stream: threads for the CPU part; 0: the context's n_threads, less the cores that must stay free
         int32_t timeout_ms;         // in-stream: a layer's CPU part that takes longer has failed
         int32_t max_batch_tokens;   // 1 to 512: batches of up to this many tokens run hybrid, larger ones take upstream's path
+        int32_t stream_experts;     // in-stream: so many experts of a row may cross the link during a decode and be computed on the device, 0 to 8
         bool    own_kernels;        // cold lane: our multi-column kernels where they exist, else ggml's vec_dot
         bool    cache_graphs;       // keep one graph (and its compute buffers) per batch width, so that a change costs nothing
         bool    perf;               // take times; counters of pairs and experts are always taken
@@ -75,6 +76,7 @@ extern "C" {
         bool    hybrid;
         bool    in_stream;      // the in-stream execution computes it now (batches of up to 32 tokens)
         bool    whole;          // every expert is resident, each in the slot of its number: upstream's path, with the slots as weights
+        bool    streams;        // in-stream: experts of the row can cross the link during a decode
         bool    pinned;         // the experts' host memory is page-locked for the device (uploads at full link speed)
         const char * fallback;  // why the row takes upstream's path; "" if it runs hybrid
         const char * portable;  // why a hybrid row is not computed in-stream; "" if it is
@@ -91,6 +93,7 @@ extern "C" {
         int64_t n_cold_experts;
         int64_t n_loads;        // uploads that landed
         int64_t n_load_bytes;
+        int64_t n_streamed_experts; // of the cold ones, those that crossed the link during the decode; the others were computed by the CPU
         double  us_plan;        // splitting the pairs
         double  us_launch;      // portable: starting the device lane (thread 0)
         double  us_cold;        // cold lane (portable: after the launch; in-stream: from the request on, with us_plan)
@@ -134,6 +137,13 @@ extern "C" {
     // KV cache holds what must not be used: clear it (llama_memory_clear with data). The context stays usable. A decode that follows
     // without anybody having waited for the failed one fails too.
     LLAMA_API const char * llama_moe_failure(struct llama_context * ctx);
+
+    // The stream lane of the in-stream execution. While the CPU computes cold experts of a row, up to max_experts others cross the link into
+    // slots whose residents the batch does not use, and stay there. How many pays is decided by measured rates (always: it is not
+    // asked). Residents of least value make room, of equal values those used longest ago. values[n_rows][n_expert]; may be set while a
+    // decode is in flight, also from another thread; it counts from the next decode on.
+    LLAMA_API int32_t llama_moe_set_streaming(struct llama_context * ctx, int32_t max_experts, bool always);
+    LLAMA_API int32_t llama_moe_set_values   (struct llama_context * ctx, const float * values);
 
     // Bytes that slots, the lane's buffers and the graphs kept per width take on the device now.
     LLAMA_API int64_t llama_moe_device_bytes(const struct llama_context * ctx);

@@ -53,6 +53,10 @@ static std::string expert_at(int32_t row, int32_t expert) {
     return "expert " + std::to_string(expert) + " of row " + std::to_string(row);
 }
 
+static std::string streamed_out_of_range(int n) {
+    return std::to_string(n) + " experts of a row shall be streamed, it must be from 0 to " + std::to_string(GGML_MOE_STREAM_MAX_VICTIMS);
+}
+
 struct llama_moe_params llama_moe_default_params(void) {
     return {
         /*.device           =*/ nullptr,
@@ -60,6 +64,7 @@ struct llama_moe_params llama_moe_default_params(void) {
         /*.pool_threads     =*/ 0,
         /*.timeout_ms       =*/ 10000,
         /*.max_batch_tokens =*/ 32,
+        /*.stream_experts   =*/ 0,
         /*.own_kernels      =*/ true,
         /*.cache_graphs     =*/ true,
         /*.perf             =*/ false,
@@ -89,6 +94,9 @@ int32_t llama_moe_attach(llama_context * ctx, llama_moe_params params) {
     }
     if (params.timeout_ms < 1) {
         return fail(LLAMA_MOE_INVALID_ARGUMENT, "timeout_ms is " + std::to_string(params.timeout_ms) + ", it must be at least 1");
+    }
+    if (params.stream_experts < 0 || params.stream_experts > GGML_MOE_STREAM_MAX_VICTIMS) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, streamed_out_of_range(params.stream_experts));
     }
     std::string error;
     int32_t status;
@@ -155,6 +163,7 @@ int32_t llama_moe_row(const llama_context * ctx, int32_t row, llama_moe_row_info
         info->whole         = info->hybrid && l->whole;
         info->in_stream     = info->hybrid && !info->whole && st->stream_on && l->stream_reason.empty();
         info->portable      = info->hybrid && !info->whole && !info->in_stream ? (l->stream_reason.empty() ? "a thread of the pool hangs" : l->stream_reason.c_str()) : "";
+        info->streams       = info->in_stream && st->stream->streams(*l);
         info->pinned        = l->pinned;
         info->fallback      = l->fallback_now.empty() && st->device_failed ? DEVICE_FAILED : l->fallback_now.c_str();
         info->kernel        = l->kernels.c_str();
@@ -189,6 +198,35 @@ int32_t llama_moe_set_execution(llama_context * ctx, int32_t execution) {
     std::string error;
     const int32_t status = st->set_execution(execution, error);
     return status == LLAMA_MOE_OK ? status : fail(status, error);
+}
+
+int32_t llama_moe_set_streaming(llama_context * ctx, int32_t max_experts, bool always) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    if (st->in_flight) {
+        return in_flight();
+    }
+    if (max_experts < 0 || max_experts > GGML_MOE_STREAM_MAX_VICTIMS) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, streamed_out_of_range(max_experts));
+    }
+    st->params.stream_experts = max_experts;
+    if (st->stream) {
+        st->stream->set_streaming(max_experts, always);
+    }
+    return LLAMA_MOE_OK;
+}
+
+int32_t llama_moe_set_values(llama_context * ctx, const float * values) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    if (st->stream) {
+        st->stream->set_values(values);
+    }
+    return LLAMA_MOE_OK;
 }
 
 const char * llama_moe_failure(llama_context * ctx) {

@@ -505,6 +505,9 @@ void llama_moe_state::on_synchronize() {
         n_used[row] = rows[row] ? rows[row]->block.n_used : 0;
     }
     log.fold(n_used, cropped_rows(), callback, callback_data);
+    if (stream) {
+        stream->adopt();
+    }
 }
 
 // nobody shall take what a failed decode has left for logits
@@ -710,6 +713,7 @@ int32_t llama_moe_state::set_slots(const int32_t * n_slots, std::string & error)
         }
     }
     if (changed && stream) { // so do the graphs of the context
+        stream->slots_changed();
         changed_graphs();
     }
     if (changed) {
