@@ -299,7 +299,7 @@ def replayed(counts: NDArray[np.int32], wanted: NDArray[np.int16]) -> tuple[int,
 
 
 def compare(
-    plain: models.Context, hybrid: models.Context, share: float, chain: int, trace: NDArray[np.int16] | None
+    plain: models.Context, hybrid: models.Context, share: float, chain: int, trace: NDArray[np.int16] | None, stream: int = 0
 ) -> Check:
     """Decodes the same batches in both, with the residents changing in between."""
     experts = hybrid.experts
@@ -307,7 +307,9 @@ def compare(
     check = Check(share)
     found = total = 0
     for n in CHECK_WIDTHS:
-        residency = Residency(experts, Decayed(experts.n_rows, experts.n_expert), max_moves=UNLIMITED)
+        residency = Residency(
+            experts, Decayed(experts.n_rows, experts.n_expert), max_moves=UNLIMITED, stream_experts=stream
+        )
         plain.clear()
         hybrid.clear()
         experts.reset_perf()
@@ -398,7 +400,7 @@ def guard(bench: Bench) -> None:
     upstream = bench.named("upstream 0L").context
     for c in bench.contenders:
         if c.residency and c.context.experts:
-            checks.append(compare(upstream, c.context, bench.shares[c.name], bench.chain, bench.trace))
+            checks.append(compare(upstream, c.context, bench.shares[c.name], bench.chain, bench.trace, bench.streams[c.name]))
     for check in checks:
         judge(check, args)
         layers = (
@@ -438,6 +440,7 @@ class Bench:
             self.trace = np.load(path)["experts"]
         self.contenders: list[Contender] = []
         self.shares: dict[str, float] = {}
+        self.streams: dict[str, int] = {}
         self.main_share = args.mixed_share
         self.layer_bytes = expert_layer_bytes(args.model)
         self.report: dict[str, Any] = {"machine": machine(self.device, args)}
@@ -518,7 +521,7 @@ def enter_contenders(bench: Bench) -> None:
             context.close()
             break  # the device's own is the portable one
         size = sum(r.n_slots * r.expert_bytes for r in residency.experts.rows())
-        bench.shares[name] = share
+        bench.shares[name], bench.streams[name] = share, stream
         contender = bench.add(Contender(name, context, residency, size))
         contender.fill(4, bench.chain, math.ceil(bench.chain / 4) if share else 0)
     context, residency = bench.attached(bench.main_share)

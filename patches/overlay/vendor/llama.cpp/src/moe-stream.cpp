@@ -16,6 +16,7 @@
 
 static constexpr float US_REQUEST = 12.0f; // until the pool has begun, and until the device knows that it has ended
 static constexpr float AGAIN      = 0.08f; // what a further token of an expert costs, over the first (Q4_K; docs/kernels.md)
+static constexpr float US_POOL_BYTE = 1.0f/60000, US_LINK_BYTE = 1.0f/40000; // until they are measured: 60 and 40 GB/s
 
 //
 // the pool's side
@@ -57,12 +58,9 @@ struct moe_stream_client : public moe_pool_client {
         double  us_cold = 0;
     };
     std::vector<times> perf; // by row
-    struct {                 // of all requests of a decode
-        int64_t n     = 0;
-        double  us    = 0;
-        double  bytes = 0;   // of the experts' weights
-        double  again = 0;   // of those, for each token after an expert's first
-    } work;
+    double work = 0;                // of the request under way: bytes of weights, those of further tokens in proportion to what they cost
+    std::vector<double> us_of_byte; // of the decode's requests, but for the first, which may have woken threads up
+    int n_requests = 0;             // of the decode
 };
 
 bool moe_stream_client::poll() {
@@ -102,9 +100,7 @@ bool moe_stream_client::poll() {
         }
     }
     lane.pairs.resize(n);
-    work.n++;
-    work.bytes += (double) lane.experts.size()*block->expert_bytes();
-    work.again += (double) (n - (int) lane.experts.size())*block->expert_bytes();
+    work = (lane.experts.size() + AGAIN*(n - lane.experts.size()))*block->expert_bytes();
     for (int i = 0; i < n_pairs; i++) {
         if (ids[i] >= 0) {
             lane.pairs[next_of[ids[i]]++] = { i/block->n_used, weights[i] };
@@ -132,7 +128,9 @@ void moe_stream_client::run(int ith, int n_threads, moe_barrier & barrier) {
 void moe_stream_client::finish(bool given_up) {
     const int64_t us = moe_now_us() - begin_us;
     perf[block->row].us_cold += us;
-    work.us += us;
+    if (n_requests++ > 0 && us_of_byte.size() < us_of_byte.capacity()) {
+        us_of_byte.push_back(std::max(0.1*us, (double) us - US_REQUEST)/work);
+    }
     if (!given_up) {
         __atomic_store_n(channel.done, seen, __ATOMIC_RELEASE);
     }
@@ -493,6 +491,9 @@ bool moe_stream::init(std::string & error) {
     last_used.assign(n_maps, 0);
     streamed_before.assign(n_rows, 0);
     us_hot.assign(MAX_TOKENS + 1, 0.0f);
+    us_pool_byte = US_POOL_BYTE;
+    us_link_byte = US_LINK_BYTE;
+    c.us_of_byte.reserve(n_rows);
     max_streamed = st.params.stream_experts;
 
     ggml_moe_stream_channel & ch = c.channel;
@@ -610,14 +611,12 @@ void moe_stream::upload_control(int n_tokens) {
             std::copy(l->slots.slot_of.begin(), l->slots.slot_of.end(), maps_host + (size_t) l->block.row*n_expert);
         }
     }
-    // from before the first measurement
-    constexpr float POOL = 1.0f/60000, LINK = 1.0f/40000; // 60 and 40 GB/s
     const int   n   = std::min(n_tokens, MAX_TOKENS);
     const float hot = us_hot[n] > 0 ? us_hot[n] : 20.0f + 6.0f*n;
-    rates_host[GGML_MOE_STREAM_POOL]       = stream_always ? 1.0f : us_pool_byte > 0 ? us_pool_byte : POOL;
+    rates_host[GGML_MOE_STREAM_POOL]       = stream_always ? 1.0f : us_pool_byte;
     rates_host[GGML_MOE_STREAM_POOL_TOKEN] = AGAIN*rates_host[GGML_MOE_STREAM_POOL];
     rates_host[GGML_MOE_STREAM_REQUEST]    = US_REQUEST;
-    rates_host[GGML_MOE_STREAM_LINK]       = us_link_byte > 0 ? us_link_byte : LINK;
+    rates_host[GGML_MOE_STREAM_LINK]       = us_link_byte;
     rates_host[GGML_MOE_STREAM_HOT]        = hot;
     ggml_backend_tensor_set_async(st.backend_of(dev), control, maps_host, 0, ggml_nbytes(control));
     map_dirty = false;
@@ -632,7 +631,8 @@ void moe_stream::begin_ubatch(int n_tokens) {
             upload_control(n_tokens);
         }
         n_ubatches = 0;
-        client->work = {};
+        client->us_of_byte.clear();
+        client->n_requests = 0;
         std::copy_n(client->channel.n_streamed, streamed_before.size(), streamed_before.begin());
     }
     n_ubatches++;
@@ -673,11 +673,11 @@ bool moe_stream::end_decode(std::string & failure) {
     running = false;
     pool->leave(*client);
     const ggml_moe_stream_channel & ch = client->channel;
-    if (n_ubatches == 1) {
-        learn(n_tokens_last);
-    }
     switch (__atomic_load_n(ch.failed, __ATOMIC_ACQUIRE)) {
         case GGML_MOE_STREAM_OK:
+            if (n_ubatches == 1) {
+                learn(n_tokens_last);
+            }
             return true;
         case GGML_MOE_STREAM_NO_ANSWER:
             failure = "the CPU threads did not answer within " + std::to_string(ch.timeout_ns/1000000) + " ms";
@@ -822,9 +822,12 @@ void moe_stream::learn(int n_tokens) {
     auto follow = [](float & mean, double measured) {
         mean = mean == 0 ? (float) measured : mean + GAIN*((float) measured - mean);
     };
-    const auto & w = client->work;
-    if (w.bytes > 0) {
-        follow(us_pool_byte, std::max(0.1*w.us, w.us - w.n*US_REQUEST)/(w.bytes + AGAIN*w.again));
+    std::vector<double> & us = client->us_of_byte;
+    if (!us.empty()) { // the median: a thread that was pushed aside says nothing about the others
+        std::nth_element(us.begin(), us.begin() + us.size()/2, us.end());
+        follow(us_pool_byte, us[us.size()/2]);
+    } else { // nobody asks a pool that seems slow: forget that slowly
+        us_pool_byte += 0.02f*(US_POOL_BYTE - us_pool_byte);
     }
     double us_hot_sum = 0, us_link = 0, link_bytes = 0;
     int n_hot = 0;

@@ -91,7 +91,7 @@ private:
     std::vector<int64_t>   last_used;        // [n_rows][n_expert], in decodes
     int64_t                n_decodes = 0;
     std::vector<uint32_t>  streamed_before;  // [n_rows] when the decode began
-    float                  us_pool_byte = 0, us_link_byte = 0; // measured, 0: not yet
+    float                  us_pool_byte = 0, us_link_byte = 0;
     std::vector<float>     us_hot;           // [tokens], measured, 0: not yet
 
     std::shared_ptr<moe_pool>          pool;

@@ -80,6 +80,7 @@ struct ggml_moe_stream_victim {
 // what publish has decided, for join
 struct ggml_moe_stream_picks {
     int32_t n;
+    int32_t n_left; // cold experts for the pool
     int32_t victim[GGML_MOE_STREAM_MAX_VICTIMS]; // index
     int32_t expert[GGML_MOE_STREAM_MAX_VICTIMS]; // that takes its slot
 };
@@ -97,7 +98,8 @@ struct ggml_moe_stream_channel {
     uint32_t * n_streamed; // [n_rows] experts that crossed the link in publish, ever
     struct ggml_moe_stream_victim * victims_told; // [n_rows][MAX_VICTIMS]: `victims` as the last decode left them
     // device memory
-    uint32_t * state;   // [0] seq of the last request, [1] blocks of the publish under way that have finished, [2] those that stream
+    uint32_t * state;   // [0] seq of the last request; of the publish under way: [1] blocks that have handed over their part, [2] blocks that
+                        // have streamed theirs, [3] the request has been made
     uint32_t * n_streamed_device;
     struct ggml_moe_stream_victim * victims; // [n_rows][MAX_VICTIMS]
     struct ggml_moe_stream_picks  * picks;

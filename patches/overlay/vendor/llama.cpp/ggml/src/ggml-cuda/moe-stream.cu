@@ -198,7 +198,8 @@ static __device__ void pick_streamed(const moe_publish_args & a, const ggml_moe_
         __syncthreads();
     }
     if (tid == 0) {
-        picks.n = n;
+        picks.n      = n;
+        picks.n_left = n_cold - n;
     }
     __syncthreads();
 }
@@ -266,11 +267,16 @@ static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_st
         }
         if (blockIdx.y >= a.n_tokens) {
             if (picks.n > 0) {
+                // The request first: behind a link full of reads it would take 50 µs. Blocks start in order, so those that make it are under way.
+                while (picks.n_left > 0 && *(volatile uint32_t *) &ch.state[3] == 0) {
+                    nap();
+                }
                 const int n = gridDim.x*(gridDim.y - a.n_tokens);
                 stream_experts(node, ch, picks, (blockIdx.y - a.n_tokens)*gridDim.x + blockIdx.x, n);
                 __syncthreads();
                 if (tid == 0 && atomicAdd(&ch.state[2], 1) == n - 1) {
                     ch.state[2] = 0;
+                    ch.state[3] = 0;
                     ch.clock[node.row*4 + 3] = device_clock();
                 }
             }
@@ -327,13 +333,20 @@ static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_st
             *(float4 *) ((float *) ch.x + (size_t) t_own*node.n_embd + col) = v;
         }
     }
-    __threadfence_system();
+    // One release for the whole system, by the last block, covers what the others released to it. (A fence for the system in each block
+    // costs 6 µs a token: they are served one after the other.)
     __syncthreads();
-    if (tid == 0 && atomicAdd(&ch.state[1], 1) == gridDim.x*a.n_tokens - 1) { // the last block: everything is in host memory
-        ch.state[1] = 0;
-        const uint32_t seq = ++ch.state[0];
-        __threadfence_system();
-        store_release_system(ch.header, (uint64_t) seq << 32 | (uint32_t) node.row << 16 | (uint32_t) a.n_tokens);
+    if (tid == 0) {
+        __threadfence();
+        if (atomicAdd(&ch.state[1], 1) == gridDim.x*a.n_tokens - 1) {
+            __threadfence();
+            ch.state[1] = 0;
+            const uint32_t seq = ++ch.state[0];
+            store_release_system(ch.header, (uint64_t) seq << 32 | (uint32_t) node.row << 16 | (uint32_t) a.n_tokens);
+            if (node.n_parts > 0 && picks.n > 0) {
+                *(volatile uint32_t *) &ch.state[3] = 1;
+            }
+        }
     }
 }
 
@@ -471,7 +484,7 @@ static void publish(cudaStream_t stream, const ggml_moe_stream_node & node, ggml
         a.log_weights_stride = dst->src[5]->nb[1]/sizeof(float);
     }
     a.n_tokens = (int) x->ne[1];
-    constexpr int STREAM_BLOCKS = 64; // enough to fill any link
+    constexpr int STREAM_BLOCKS = 16; // 128 KB under way fill a link; more would only be in the way of whoever else reads over it
     dim3 grid = grid_of(node, x);
     grid.y += node.n_parts > 0 ? (STREAM_BLOCKS + grid.x - 1)/grid.x : 0;
     k_moe_publish<<<grid, MOE_THREADS, node.n_parts > 0 ? node.n_expert*sizeof(int) : 0, stream>>>(a, node, *node.channel);
