@@ -35,7 +35,7 @@ from moespac_llamacpp.window import LinkWindow
 from moespac_llamacpp.worker import Job, Worker
 
 #: Experts of a layer that a decode may stream, see native.Experts.set_streaming.
-STREAM_EXPERTS = 4
+STREAM_EXPERTS = 8
 #: Less than this says nothing of a link's rate.
 MEASURABLE_BYTES = 1 << 20
 

@@ -99,7 +99,7 @@ struct ggml_moe_stream_channel {
     struct ggml_moe_stream_victim * victims_told; // [n_rows][MAX_VICTIMS]: `victims` as the last decode left them
     // device memory
     uint32_t * state;   // [0] seq of the last request; of the publish under way: [1] blocks that have handed over their part, [2] blocks that
-                        // have streamed theirs, [3] the request has been made
+                        // have streamed theirs, [3] the request has been made; [4] seq of the last request that join has seen answered
     uint32_t * n_streamed_device;
     struct ggml_moe_stream_victim * victims; // [n_rows][MAX_VICTIMS]
     struct ggml_moe_stream_picks  * picks;

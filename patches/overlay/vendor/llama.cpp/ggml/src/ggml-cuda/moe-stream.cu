@@ -37,6 +37,8 @@ static_assert(MOE_COLS == 256, "a block of threads quantises one block of Q8_K")
 static __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t *) { NO_DEVICE_CODE; return 0; }
 static __device__ __forceinline__ void store_release_system(uint64_t *, uint64_t) { NO_DEVICE_CODE; }
 static __device__ __forceinline__ void store_relaxed_system(uint32_t *, uint32_t) { NO_DEVICE_CODE; }
+static __device__ __forceinline__ uint32_t load_acquire_device(const uint32_t *) { NO_DEVICE_CODE; return 0; }
+static __device__ __forceinline__ void store_release_device(uint32_t *, uint32_t) { NO_DEVICE_CODE; }
 static __device__ __forceinline__ void nap() {}
 
 #else
@@ -55,7 +57,17 @@ static __device__ __forceinline__ void store_relaxed_system(uint32_t * p, uint32
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory");
 }
 
-static __device__ __forceinline__ void nap() { // every look is a read over the link that uploads use
+static __device__ __forceinline__ uint32_t load_acquire_device(const uint32_t * p) {
+    uint32_t v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+static __device__ __forceinline__ void store_release_device(uint32_t * p, uint32_t v) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory");
+}
+
+static __device__ __forceinline__ void nap() {
     __nanosleep(100);
 }
 
@@ -363,9 +375,11 @@ struct moe_join_args {
     const float   * weights;
     const int32_t * cold;
     float         * dst;     size_t dst_stride;
+    int n_tokens;
 };
 
-// by one thread of a block
+// By one thread of the grid: looks at the host's memory are served one after the other, 0.7 µs each, so that those of a hundred blocks would
+// keep each other waiting.
 static __device__ void wait_for_pool(const ggml_moe_stream_channel & ch) {
     constexpr uint64_t PATIENCE_NS = 1000000; // for so long only the flag that comes next is looked at
     const uint32_t seq = ch.state[0];
@@ -374,11 +388,20 @@ static __device__ void wait_for_pool(const ggml_moe_stream_channel & ch) {
         const uint64_t waited = device_clock() - t0;
         if (waited > ch.timeout_ns) {
             store_relaxed_system(ch.failed, GGML_MOE_STREAM_NO_ANSWER);
-            return;
+            break;
         }
         if (waited > PATIENCE_NS && load_acquire_system(ch.failed) != GGML_MOE_STREAM_OK) {
-            return; // an earlier layer waited in vain, or the pool gave up
+            break; // an earlier layer waited in vain, or the pool gave up
         }
+        nap();
+    }
+    store_release_device(ch.state + 4, seq);
+}
+
+// by one thread of each other block: the first block, which waits for the pool, started before them
+static __device__ void wait_for_first_block(const ggml_moe_stream_channel & ch) {
+    const uint32_t seq = ch.state[0];
+    while ((int32_t) (load_acquire_device(ch.state + 4) - seq) < 0) {
         nap();
     }
 }
@@ -425,18 +448,29 @@ static __global__ void k_moe_join(const moe_join_args a, const ggml_moe_stream_n
             sum.w += w*v.w;
         }
     }
-    if (cold) {
+    if (blockIdx.x == 0 && t == 0) {
+        int any = 0; // of all tokens
+        for (int i = tid; i < node.n_used*a.n_tokens; i += MOE_THREADS) {
+            any |= a.cold[i];
+        }
+        if (__syncthreads_or(any)) {
+            if (tid == 0) {
+                wait_for_pool(ch);
+            }
+            __syncthreads();
+        }
+    } else if (cold) {
         if (tid == 0) {
-            wait_for_pool(ch);
+            wait_for_first_block(ch);
         }
         __syncthreads();
-        if (col < node.n_embd) {
-            const float4 v = __ldcv((const float4 *) (ch.out + (size_t) t*node.n_embd + col)); // not from a cache: the host wrote it
-            sum.x += v.x;
-            sum.y += v.y;
-            sum.z += v.z;
-            sum.w += v.w;
-        }
+    }
+    if (cold && col < node.n_embd) {
+        const float4 v = __ldcv((const float4 *) (ch.out + (size_t) t*node.n_embd + col)); // not from a cache: the host wrote it
+        sum.x += v.x;
+        sum.y += v.y;
+        sum.z += v.z;
+        sum.w += v.w;
     }
     if (tid == 0 && blockIdx.x == 0) {
         ch.clock[node.row*4 + 2] = device_clock(); // the last token's stays
@@ -503,6 +537,7 @@ static void join(cudaStream_t stream, const ggml_moe_stream_node & node, ggml_te
     a.cold       = (const int32_t *) published->data + n_pairs*GGML_MOE_STREAM_COLD;
     a.dst        = (float *) dst->data;
     a.dst_stride = dst->nb[1]/sizeof(float);
+    a.n_tokens   = (int) dst->ne[1];
     k_moe_join<<<grid_of(node, dst), MOE_THREADS, 0, stream>>>(a, node, *node.channel);
 }
 
