@@ -11,7 +11,7 @@ from typing import Any
 
 from moespac_llamacpp import hotset, native
 from moespac_llamacpp.decoder import Decoder
-from moespac_llamacpp.draft import Drafter, GgufDraft, NgramDraft, NoDraft
+from moespac_llamacpp.draft import DRAFT_WIDTHS, Drafter, GgufDraft, NgramDraft, NoDraft
 from moespac_llamacpp.machine import cache_folder, reason
 from moespac_llamacpp.memory import parse_bytes
 from moespac_llamacpp.models import Context, Model
@@ -277,7 +277,7 @@ def _open_drafter(
     stack.enter_context(draft)
     n_ctx = min(context.n_ctx, draft.n_ctx_train) if draft.n_ctx_train else context.n_ctx
     fields = {"n_rs_seq": options.draft_max} if draft.is_recurrent else {}
-    own = Context(draft, n_ctx=n_ctx, n_threads=context.n_threads, attach=False, params=fields)
+    own = Context(draft, n_ctx=n_ctx, n_threads=context.n_threads, attach=False, keep_graphs=DRAFT_WIDTHS, params=fields)
     stack.enter_context(own)
     return GgufDraft(own, context.model, context_shift=options.context_shift)
 

@@ -154,6 +154,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "llama_moe_default_params": (_Params, []),
     "llama_moe_attach": (_int32, [_void_p, _Params]),
     "llama_moe_detach": (_int32, [_void_p]),
+    "llama_moe_keep_graphs": (_int32, [_void_p, _int32]),
     "llama_moe_error": (_char_p, []),
     "llama_moe_n_rows": (_int32, [_void_p]),
     "llama_moe_n_expert": (_int32, [_void_p]),
@@ -364,6 +365,13 @@ def kernel_isa() -> str:
 def set_kernel_limit(level: int) -> int:
     """Caps it for contexts attached from now on: 0 none, 1 avx2, 2 avx512-vnni; returns the level in force."""
     return int(_f["llama_moe_set_kernel_limit"](level))
+
+
+def keep_graphs(ctx: Any, max_tokens: int) -> None:
+    """A llama_context to which no Experts are attached keeps a graph for each batch width up to max_tokens; 0: no longer.
+
+    MoeError: Experts are attached, or another number than 0 to 512."""
+    _check(_f["llama_moe_keep_graphs"](ctypes.cast(ctx, _void_p), max_tokens))
 
 
 # ----------------------------------------------------------------------------------------------------------------------------

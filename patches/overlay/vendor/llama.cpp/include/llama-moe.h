@@ -120,6 +120,10 @@ extern "C" {
     // Frees all device memory of the feature; the context is upstream's again. A no-op when nothing is attached.
     LLAMA_API int32_t llama_moe_detach(struct llama_context * ctx);
 
+    // For a context to which nothing is attached (a draft model's, dense or not): one graph and its compute buffers per batch width up to
+    // max_tokens are kept, so that changing the width costs nothing. 0: no longer. ALREADY_ATTACHED: attaching keeps graphs too.
+    LLAMA_API int32_t llama_moe_keep_graphs(struct llama_context * ctx, int32_t max_tokens);
+
     // The sentence for the last error of this thread.
     LLAMA_API const char * llama_moe_error(void);
 

@@ -18,7 +18,7 @@ static int32_t fail(int32_t status, const std::string & message) {
 }
 
 static llama_moe_state * state_of(const llama_context * ctx) {
-    return ctx ? ctx->moe.get() : nullptr;
+    return ctx && ctx->moe && !ctx->moe->graphs_only ? ctx->moe.get() : nullptr;
 }
 
 static int32_t not_attached() {
@@ -80,7 +80,7 @@ int32_t llama_moe_attach(llama_context * ctx, llama_moe_params params) {
     if (!ctx) {
         return fail(LLAMA_MOE_INVALID_ARGUMENT, "the context is NULL");
     }
-    if (ctx->moe) {
+    if (state_of(ctx)) {
         return fail(LLAMA_MOE_ALREADY_ATTACHED, "per-expert residency is attached to this context already");
     }
     if (params.max_batch_tokens < 1 || params.max_batch_tokens > 512) {
@@ -123,6 +123,31 @@ int32_t llama_moe_detach(llama_context * ctx) {
     llama_synchronize(ctx);
     try {
         ctx->moe_detach();
+    } catch (const std::exception & e) {
+        return fail(LLAMA_MOE_FAILED, e.what());
+    }
+    return LLAMA_MOE_OK;
+}
+
+int32_t llama_moe_keep_graphs(llama_context * ctx, int32_t max_tokens) {
+    if (!ctx) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, "the context is NULL");
+    }
+    if (state_of(ctx)) {
+        return fail(LLAMA_MOE_ALREADY_ATTACHED, "per-expert residency is attached to this context: it keeps graphs already");
+    }
+    if (max_tokens < 0 || max_tokens > 512) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, "graphs of up to " + std::to_string(max_tokens) + " tokens shall be kept, it must be from 0 to 512");
+    }
+    llama_synchronize(ctx);
+    try {
+        ctx->moe_detach();
+        if (max_tokens > 0) {
+            llama_moe_params params = llama_moe_default_params();
+            params.max_batch_tokens = max_tokens;
+            ctx->moe.reset(new llama_moe_state(*ctx, params));
+            ctx->moe->graphs_only = true;
+        }
     } catch (const std::exception & e) {
         return fail(LLAMA_MOE_FAILED, e.what());
     }

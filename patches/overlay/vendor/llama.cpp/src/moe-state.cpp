@@ -384,7 +384,9 @@ void llama_moe_state::begin_decode() {
         use_stream(stream->ready());
     }
     graphs.restore(); // memory updates work on the context's own graph
-    log.begin_decode();
+    if (!graphs_only) {
+        log.begin_decode();
+    }
 }
 
 // after a decode in-stream, whatever ended it
@@ -403,6 +405,9 @@ void llama_moe_state::begin_ubatch(const llama_ubatch & ubatch) {
     reused_before = ctx.n_reused;
     if (params.cache_graphs && !ctx.cparams.warmup) {
         graphs.select((int) ubatch.n_tokens);
+    }
+    if (graphs_only) {
+        return;
     }
     log.begin_ubatch((int) ubatch.n_tokens, ubatch.output);
 
@@ -461,6 +466,9 @@ bool llama_moe_state::cpu_idles(int n_tokens) const {
 bool llama_moe_state::end_ubatch() {
     n_reused += ctx.n_reused - reused_before; // not the counter itself: llama_perf_context_reset zeroes it
     restore_threads();
+    if (graphs_only) {
+        return true;
+    }
     const int n_tokens = log.n_tokens();
     std::vector<bool> on_device(rows.size(), false);
     std::vector<int>  in_stream;
@@ -495,6 +503,9 @@ void llama_moe_state::on_synchronize() {
     }
     in_flight = false;
     restore_threads();
+    if (graphs_only) {
+        return;
+    }
     if (stream && !stream->end_decode(failure)) {
         fail(failure);
         poison_outputs();

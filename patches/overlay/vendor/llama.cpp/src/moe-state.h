@@ -102,6 +102,7 @@ struct llama_moe_state {
     // identifies the topology of graphs built for this state; no two states of a process share one
     uint64_t epoch = 0;
 
+    bool graphs_only   = false; // no layer is looked at: llama_moe_keep_graphs
     bool discovering   = false;
     bool in_flight     = false;
     bool device_failed = false;
