@@ -249,7 +249,7 @@ class GgufDraft:
             self._pending = []
             for i in range(n):
                 if i > 0 and on_guess:
-                    on_guess(token)
+                    on_guess(tokens[-1])
                 logits = self._logits(tokens)[-1, : self.n_vocab]
                 if own is None or q is None:
                     token = int(logits.argmax())

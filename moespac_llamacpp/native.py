@@ -117,11 +117,13 @@ class _PerfData(ctypes.Structure):
         ("n_loads", ctypes.c_int64),
         ("n_load_bytes", ctypes.c_int64),
         ("n_streamed_experts", ctypes.c_int64),
+        ("n_streamed_pairs", ctypes.c_int64),
         ("us_plan", ctypes.c_double),
         ("us_launch", ctypes.c_double),
         ("us_cold", ctypes.c_double),
         ("us_wait", ctypes.c_double),
         ("us_total", ctypes.c_double),
+        ("us_stream", ctypes.c_double),
         ("us_hot", ctypes.c_double),
         ("us_rest", ctypes.c_double),
     )
@@ -416,11 +418,13 @@ class Perf:
     n_loads: int = 0
     n_load_bytes: int = 0
     n_streamed_experts: int = 0
+    n_streamed_pairs: int = 0
     us_plan: float = 0.0
     us_launch: float = 0.0
     us_cold: float = 0.0
     us_wait: float = 0.0
     us_total: float = 0.0
+    us_stream: float = 0.0
     us_hot: float = 0.0
     us_rest: float = 0.0
 

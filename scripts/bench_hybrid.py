@@ -299,7 +299,12 @@ def replayed(counts: NDArray[np.int32], wanted: NDArray[np.int16]) -> tuple[int,
 
 
 def compare(
-    plain: models.Context, hybrid: models.Context, share: float, chain: int, trace: NDArray[np.int16] | None, stream: int = 0
+    plain: models.Context,
+    hybrid: models.Context,
+    share: float,
+    chain: int,
+    trace: NDArray[np.int16] | None,
+    stream: int = 0,
 ) -> Check:
     """Decodes the same batches in both, with the residents changing in between."""
     experts = hybrid.experts
@@ -400,7 +405,9 @@ def guard(bench: Bench) -> None:
     upstream = bench.named("upstream 0L").context
     for c in bench.contenders:
         if c.residency and c.context.experts:
-            checks.append(compare(upstream, c.context, bench.shares[c.name], bench.chain, bench.trace, bench.streams[c.name]))
+            checks.append(
+                compare(upstream, c.context, bench.shares[c.name], bench.chain, bench.trace, bench.streams[c.name])
+            )
     for check in checks:
         judge(check, args)
         layers = (
@@ -620,7 +627,7 @@ def layer_times(c: Contender, n: int, chain: int, steps: int) -> dict[str, Any]:
     calls = max(1, total.n_calls)
     cold_bytes = sum((p.n_cold_experts - p.n_streamed_experts) * r.expert_bytes for r, p in perfs.values())
     cold_us = total.us_launch + total.us_cold
-    names = ("us_plan", "us_launch", "us_cold", "us_wait", "us_hot", "us_rest", "us_total")
+    names = ("us_plan", "us_launch", "us_cold", "us_wait", "us_stream", "us_hot", "us_rest", "us_total")
     return {
         "layer_us": {name[3:]: getattr(total, name) / calls for name in names}
         | {"gap": (sum(decode) * 1e6 - total.us_total) / calls},

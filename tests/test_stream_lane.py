@@ -82,6 +82,22 @@ def test_what_was_streamed_is_resident_and_what_made_room_is_not(streaming: Call
         assert perf.n_hot_experts == (used & after).sum()
 
 
+def test_what_was_streamed_is_counted(streaming: Callable[..., Attached]) -> None:
+    """Its pairs missed a slot, and the CPU did not compute them."""
+    a = streaming()
+    most = 0
+    for seed in range(8):
+        before = residents(a)
+        a.experts.reset_perf()
+        step(a, 1 + seed % 3, seed)
+        perf, counts, arrived = a.experts.perf_total(), a.experts.counts(), residents(a) & ~before
+        assert perf.n_streamed_experts == arrived.sum()
+        assert perf.n_streamed_pairs == counts[arrived].sum()
+        assert perf.n_cold_pairs == counts[~before].sum() >= perf.n_streamed_pairs
+        most = max(most, perf.n_streamed_pairs - perf.n_streamed_experts)
+    assert most > 0, "no streamed expert had two tokens"
+
+
 def test_residents_of_least_value_make_room(streaming: Callable[..., Attached]) -> None:
     a = streaming(most=1)
     values = np.random.default_rng(1).random((a.experts.n_rows, a.experts.n_expert))

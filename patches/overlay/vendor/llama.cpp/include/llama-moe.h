@@ -94,12 +94,14 @@ extern "C" {
         int64_t n_loads;        // uploads that landed
         int64_t n_load_bytes;
         int64_t n_streamed_experts; // of the cold ones, those that crossed the link during the decode; the others were computed by the CPU
+        int64_t n_streamed_pairs;
         double  us_plan;        // splitting the pairs
         double  us_launch;      // portable: starting the device lane (thread 0)
         double  us_cold;        // cold lane (portable: after the launch; in-stream: from the request on, with us_plan)
         double  us_wait;        // portable: the CPU waiting for the device after the cold lane; in-stream: the device waiting for the pool
         double  us_total;       // in-stream: from publish to the end of join, by the device's clock
-        double  us_hot;         // in-stream: from publish to join, by the device's clock
+        double  us_stream;      // in-stream: from publish until what was streamed had arrived, by the device's clock
+        double  us_hot;         // in-stream: from there, or from publish, to join
         double  us_rest;        // in-stream: from join to the next layer's publish
     };
 

@@ -584,7 +584,9 @@ void moe_stream::add_times(moe_layer & l) const {
     const uint64_t * clock = client->channel.clock + l.block.row*4;
     llama_moe_perf_data & perf = l.perf;
     if (clock[0] && clock[1] >= clock[0] && clock[2] >= clock[1]) {
-        perf.us_hot   += (clock[1] - clock[0])*1e-3;
+        const bool streamed = client->channel.n_streamed[l.block.row] != streamed_before[l.block.row] && clock[3] > clock[0] && clock[3] <= clock[1];
+        perf.us_stream += streamed ? (clock[3] - clock[0])*1e-3 : 0.0;
+        perf.us_hot   += (clock[1] - (streamed ? clock[3] : clock[0]))*1e-3;
         perf.us_wait  += (clock[2] - clock[1])*1e-3;
         perf.us_total += (clock[2] - clock[0])*1e-3;
         // until the next row's publish
@@ -811,6 +813,7 @@ void moe_stream::adopt() {
             const ggml_moe_stream_victim told = ch.victims_told[(size_t) row*GGML_MOE_STREAM_MAX_VICTIMS + v];
             if (told.slot >= 0 && l->slots.slots[told.slot].expert != told.expert) {
                 st.residency->replace(l->slots, told.slot, told.expert);
+                l->perf.n_streamed_pairs += st.log.counts[at + told.expert];
             }
         }
     }
