@@ -1,0 +1,335 @@
+"""The prompt lane: batches over the hybrid width are upstream's own products, with weights from slots and from host memory.
+
+On the CPU results are equal bit for bit: the same operations on the same weights, and whatever the lane did not bring for an
+ubatch is spoilt there, so that a copy that comes too late or not at all shows. MOESPAC_TEST_DEVICE=CUDA0 compares with upstream's
+path, which streams the experts from the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from conftest import Attached
+from families import FAMILIES, N_VOCAB, cached_model
+from lowlevel import LOAD_NONE, Capture, Context, GgmlTensor, decode, load_model, log_lines, make_context
+from moespac_llamacpp import native
+from parity import CAPTURED, Pair, down_weights, first_block, load_with_host_experts, relative, test_device
+from test_graphs import set_lora, write_lora
+from test_parity import COVERED
+
+Array = np.ndarray[Any, Any]
+
+SHARES = (0.0, 0.3, 0.9)
+# (tokens of an ubatch, prompts): with 8 experts, 2 a token, 64 tokens are taken for all experts, fewer for those they choose
+PROMPTS = {40: (33, 80, 200), 100: (33, 64, 200)}
+TYPES = [("F32", "F32"), ("Q4_K", "Q6_K")]
+# CI: every family in the commonest mix; in one also what is rounded or packed otherwise
+CASES = [(f, *TYPES[1]) for f in COVERED]
+CASES += [("qwen3moe", *t) for t in (TYPES[0], ("BF16", "BF16"), ("IQ4_XS", "Q8_0"))] + [("gpt-oss", "MXFP4", "MXFP4")]
+# GroveMoE's tokens choose experts twice, which upstream's batched CUDA kernels get wrong on either path
+ON_GPU = [c for c in CASES if not FAMILIES[c[0]].repeats]
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    return [int(t) for t in np.random.default_rng(seed).integers(3, N_VOCAB, n)]
+
+
+@contextmanager
+def lane(path: Path, family: str, n_ubatch: int = 100, **options: Any) -> Iterator[Pair]:
+    """A plain context and an attached one, in-stream; options go to native.Experts."""
+    with (
+        load_with_host_experts(path, test_device()) as model,
+        make_context(model, cb=Capture(*CAPTURED), n_ubatch=n_ubatch) as plain,
+        make_context(model, cb=Capture(*CAPTURED), n_ubatch=n_ubatch) as ctx,
+    ):
+        experts = native.Experts(ctx.ptr, test_device(), **{"execution": "in-stream", **options})
+        try:
+            yield Pair(plain, ctx, experts, FAMILIES[family])
+        finally:
+            experts.detach()
+
+
+def compare(p: Pair, prompt: Sequence[int]) -> None:
+    """Logits, choices and outputs of all MoE blocks, in all ubatches."""
+    logits = []
+    for ctx in (p.plain, p.hybrid):
+        ctx.clear()
+        ctx.capture.clear()
+        logits.append(decode(ctx, prompt))
+    assert np.isfinite(logits[1]).all()
+    plain, ours = p.plain.capture.tensors, p.hybrid.capture.tensors
+    outputs = [name for name in plain if name in ours]
+    assert len(outputs) >= 2 * len(p.family.moe_layers)
+    if test_device().kind == "cpu":
+        assert np.array_equal(logits[0], logits[1])
+        for name in outputs:
+            assert all(np.array_equal(a, b) for a, b in zip(plain[name], ours[name], strict=True)), name
+    else:  # a token near a tie may take other experts
+        distance = np.linalg.norm(logits[1] - logits[0], axis=1) / np.linalg.norm(logits[0], axis=1)
+        assert np.median(distance) < 3e-2
+        assert relative(first_block(p.hybrid.capture), first_block(p.plain.capture)) < 1e-2
+    n_counted = len(prompt) * p.family.n_used * len(p.family.moe_layers)
+    assert p.experts.counts().sum() >= n_counted
+
+
+def copied(p: Pair, prompt: Sequence[int]) -> Array:
+    """int64 [3]: bytes from slots, over the link, and of these ahead, that a prompt moves."""
+    before = np.array(p.experts.prompt_bytes())
+    p.hybrid.clear()
+    decode(p.hybrid, prompt)
+    return np.array(p.experts.prompt_bytes()) - before
+
+
+@pytest.mark.parametrize("case", CASES if test_device().kind == "cpu" else ON_GPU, ids="-".join)
+def test_prompts_are_what_upstream_computes(root: Path, case: tuple[str, str, str]) -> None:
+    path = cached_model(root, case[0], expert_type=case[1], down_type=case[2])
+    for n_ubatch, prompts in PROMPTS.items():
+        with lane(path, case[0], n_ubatch) as p:
+            for share in SHARES:
+                p.fill(share)
+                before = p.experts.prompt_bytes()
+                for n in prompts:
+                    compare(p, tokens(n))
+                local, link, _ = np.subtract(p.experts.prompt_bytes(), before)
+                assert link > 0 and (local > 0) == (share > 0)
+
+
+def test_layers_of_different_types_share_the_memory(root: Path) -> None:
+    path = cached_model(root, "qwen3moe", expert_type=("Q4_K", "F32"), down_type=("Q6_K", "Q4_0"), n_ff_exp=352)
+    for n_ubatch, prompts in PROMPTS.items():
+        with lane(path, "qwen3moe", n_ubatch) as p:
+            p.fill(0.5)
+            for n in (*prompts, *reversed(prompts)):
+                compare(p, tokens(n, seed=n))
+
+
+def test_residents_come_from_their_slots(root: Path) -> None:
+    """The negative control: a slot that holds another expert's weights changes the result, but not on upstream's path."""
+    path = cached_model(root, "qwen3moe", expert_type="Q4_K", down_type="Q6_K")
+    device = test_device()
+    with load_model(path, load_mode=LOAD_NONE) if device.kind == "cpu" else load_with_host_experts(path, device) as model:
+        weights = down_weights(model, 0)
+        right, wrong = weights.read(3), weights.read(4)
+        logits = []
+        for options in ({}, {"prompt_lane": False}):
+            with make_context(model) as ctx:
+                experts = native.Experts(ctx.ptr, device, execution="in-stream", **options)
+                expected = [decode(ctx, tokens(n)) for n in (33, 64) if not ctx.clear()]
+                experts.set_slots([1, 0])
+                weights.write(3, wrong)
+                experts.load(0, 3)
+                experts.sync()
+                experts.publish()
+                weights.write(3, right)
+                ctx.clear()
+                got = [decode(ctx, tokens(n)) for n in (33, 64) if not ctx.clear()]
+                logits.append([relative(a, b) for a, b in zip(got, expected, strict=True)])
+                experts.detach()
+        assert min(logits[0]) > 0.1, logits
+        assert max(logits[1]) == 0.0 if device.kind == "cpu" else max(logits[1]) < 0.1, logits
+
+
+def test_what_is_resident_does_not_cross_the_link(root: Path) -> None:
+    """And from a prompt's second ubatch on, or if all experts are taken for granted, most of the rest crosses it ahead."""
+    with lane(cached_model(root, "qwen3moe"), "qwen3moe", n_ubatch=100) as p:
+        row_bytes = [8 * r.expert_bytes for r in p.experts.rows()]
+        p.fill(0.0)
+        local, link, ahead = copied(p, tokens(100))
+        assert (local, link, ahead) == (0, sum(row_bytes), row_bytes[1]), "all experts, the second layer's ahead"
+        p.fill(0.5)
+        local, link, ahead = copied(p, tokens(100))
+        assert (local, link, ahead) == (sum(row_bytes) // 2, sum(row_bytes) // 2, row_bytes[1] // 2)
+    with lane(cached_model(root, "qwen3moe"), "qwen3moe", n_ubatch=40) as p:
+        p.fill(0.5)
+        assert copied(p, tokens(40))[2] == 0, "nobody knows yet what the second layer needs"
+        assert 0 < copied(p, tokens(80))[2] <= row_bytes[1] // 2
+        p.hybrid.clear()
+        decode(p.hybrid, tokens(40))
+        assert copied(p, tokens(40))[2] == 0, "another prompt's choice does not count"
+
+
+def test_only_the_experts_in_use_are_copied(root: Path) -> None:
+    """A prompt of one token over and over uses few; a row's expert is followed by a little of the next one."""
+    with lane(cached_model(root, "qwen3moe"), "qwen3moe") as p:
+        link = copied(p, [7] * 33)[1]
+        counts = p.experts.counts()
+        used = sum(int((counts[r.row] > 0).sum()) * r.expert_bytes for r in p.experts.rows())
+        assert used < sum(8 * r.expert_bytes for r in p.experts.rows()), "not all are used"
+        assert used <= link <= used + 2 * 3 * 8 * 512
+
+
+class Order:
+    """An eval callback that notes the nodes: (name, operation, its first input), each as the graph has it."""
+
+    def __init__(self) -> None:
+        self.nodes: list[tuple[int, str, int, int]] = []
+        self.stop_at = ""
+
+    def __call__(self, tensor: int, ask: bool, user_data: object = None) -> bool:
+        t = GgmlTensor.from_address(tensor)
+        name = t.name.decode()
+        if ask:
+            self.nodes.append((tensor, name, t.op, t.src[0] or 0))
+            return name == self.stop_at
+        return name != self.stop_at
+
+    def staged(self) -> list[str]:
+        return [name for _, name, _, _ in self.nodes if name.startswith("moe_stage")]
+
+
+@contextmanager
+def watched(root: Path, family: str = "qwen3moe", **options: Any) -> Iterator[tuple[Context, native.Experts, Order]]:
+    order = Order()
+    device = test_device()
+    with (
+        load_with_host_experts(cached_model(root, family), device) as model,
+        make_context(model, cb=order) as ctx,
+    ):
+        experts = native.Experts(ctx.ptr, device, **{"execution": "in-stream", **options})
+        yield ctx, experts, order
+        experts.detach()
+
+
+@pytest.mark.parametrize(("family", "parts"), [("qwen3moe", 3), ("gpt-oss", 6), ("gemma4-scale", 2)])
+def test_each_product_stands_alone_between_stage_and_release(root: Path, family: str, parts: int) -> None:
+    """That is what the events around it rely on."""
+    with watched(root, family) as (ctx, _, order):
+        decode(ctx, tokens(64))
+        stages = [i for i, node in enumerate(order.nodes) if node[1].startswith("moe_stage")]
+        assert len(stages) == parts * len(FAMILIES[family].moe_layers)
+        for i in stages:
+            stage, product, release = order.nodes[i : i + 3]
+            assert product[3] == stage[0] or family == "gpt-oss", "the product's weights are what was staged"
+            assert release[1] == stage[1].replace("stage", "release") and release[3] == stage[0]
+
+
+def test_narrow_batches_stay_hybrid_and_cropped_layers_are_staged(root: Path) -> None:
+    with watched(root) as (ctx, experts, order):
+        for n in (1, 32):
+            order.nodes.clear()
+            decode(ctx, tokens(n))
+            assert not order.staged()
+            ctx.clear()
+        decode(ctx, tokens(64), outputs="last")
+        assert {name.split("-")[1].split(".")[0] for name in order.staged()} == {"0", "1"}
+        counts = experts.counts()
+        assert counts[0].sum() == 64 * 2 and counts[1].sum() == 2
+
+
+@pytest.mark.parametrize("options", [{"prompt_lane": False}, {"execution": "portable"}, {"max_batch_tokens": 512}], ids=str)
+def test_without_it_nothing_is_staged(root: Path, options: dict[str, Any]) -> None:
+    with watched(root, **options) as (ctx, experts, order):
+        experts.set_slots([4, 4])
+        decode(ctx, tokens(64))
+        assert order.nodes and not order.staged()
+        assert experts.prompt_bytes() == (0, 0, 0)
+
+
+def test_whole_layers_need_no_staging(root: Path) -> None:
+    with watched(root) as (ctx, experts, order):
+        experts.set_slots([8, 2])
+        for expert in range(8):
+            experts.load(0, expert)
+        experts.sync()
+        experts.publish()
+        decode(ctx, tokens(64))
+        assert {name.split("-")[1].split(".")[0] for name in order.staged()} == {"1"}
+
+
+def test_an_adapter_is_not_left_out_of_prompts(attach: Callable[..., Attached], tmp_path: Path) -> None:
+    path = write_lora(tmp_path / "lora.gguf", {"blk.1.ffn_up_exps.weight": (8, 256, 256)})
+    logits: list[list[Array]] = []
+    for options in ({}, {"prompt_lane": False}):
+        a = attach(experts={"execution": "in-stream", **options})
+        a.experts.set_slots([4, 4])
+        adapter = llama_cpp.llama_adapter_lora_init(a.model.ptr, str(path).encode())
+        assert adapter
+        logits.append([])
+        for adapters in ((), (adapter,), ()):
+            a.ctx.clear()
+            set_lora(a.ctx, *adapters)
+            logits[-1].append(decode(a.ctx, tokens(64)))
+    for ours, upstreams in zip(*logits, strict=True):
+        assert np.median(np.abs(ours - upstreams).max(axis=1)) <= (0.0 if test_device().kind == "cpu" else 2e-2)
+    assert np.abs(logits[0][0] - logits[0][1]).max() > 0.1, "the adapter changes something"
+
+
+def test_slots_and_executions_may_change_between_prompts(root: Path) -> None:
+    with lane(cached_model(root, "qwen3moe"), "qwen3moe", n_ubatch=40) as p:
+        for share in (0.3, 0.9, 0.0, 0.5):
+            p.fill(share)
+            compare(p, tokens(80))
+            compare(p, tokens(33))
+        for execution in ("portable", "in-stream"):
+            p.experts.set_execution(execution)
+            compare(p, tokens(80))
+        for row in (0, 1):
+            hot = np.flatnonzero(p.experts.states(row) == native.RESIDENT)
+            cold = np.flatnonzero(p.experts.states(row) == native.COLD)
+            p.experts.evict(row, int(hot[0]))
+            p.experts.load(row, int(cold[0]))
+        p.experts.sync()
+        compare(p, tokens(80))
+        p.experts.publish()
+        compare(p, tokens(80))
+
+
+def test_prompts_and_short_batches_alternate(root: Path) -> None:
+    """The graphs kept per width stay what they were."""
+    with lane(cached_model(root, "qwen3moe"), "qwen3moe", n_ubatch=40) as p:
+        p.fill(0.5)
+        short = []
+        for _ in range(3):
+            compare(p, tokens(80))
+            p.hybrid.clear()
+            short.append(decode(p.hybrid, tokens(9)))
+        built = p.experts.graph_stats()[1]
+        decode(p.hybrid, tokens(9), 9)
+        assert p.experts.graph_stats()[1] == built, "the graph of 9 tokens outlived the prompts"
+        assert all(np.array_equal(short[0], s) for s in short[1:]) or test_device().kind != "cpu"
+
+
+@pytest.mark.parametrize("node", ["moe_stage-0.1", "moe_release-0.0", "moe_release-1.2"])
+def test_a_prompt_that_was_broken_off_leaves_nothing_behind(root: Path, node: str) -> None:
+    with watched(root) as (ctx, experts, order):
+        expected = decode(ctx, tokens(64))
+        experts.set_slots([4, 4])
+        for stop_at in ("", node, ""):
+            ctx.clear()
+            order.stop_at = stop_at
+            logits = decode(ctx, tokens(64))
+        assert np.array_equal(logits, expected) or test_device().kind != "cpu"
+        assert relative(logits, expected) < 0.5
+
+
+def test_its_memory_is_one_layers_and_counted(root: Path) -> None:
+    path = cached_model(root, "qwen3moe", expert_type=("Q4_K", "F32"), down_type=("F32", "Q4_K"))
+    taken = []
+    for options in ({}, {"prompt_lane": False}, {"n_ubatch": 32}):
+        with lane(path, "qwen3moe", **options) as p:
+            taken.append(p.experts.device_bytes())
+            expert = 256 * 256 * 4
+    assert taken[0] - taken[1] == 3 * 8 * expert, "the larger layer's gate and up, the other's down"
+    assert taken[2] <= taken[1], "where no ubatch is over the hybrid width there is no lane"
+
+
+def test_a_layer_that_cannot_says_why(root: Path) -> None:
+    if test_device().kind == "cpu":
+        pytest.skip("on the CPU all memory serves")
+    log_lines.clear()
+    with (
+        load_model(cached_model(root, "qwen3moe"), n_gpu_layers=99, overrides=[("exps", native.cpu_device().buffer_type)]) as model,
+        make_context(model) as ctx,
+    ):
+        experts = native.Experts(ctx.ptr, test_device(), execution="in-stream")
+        assert any("layer 0: the experts' host memory is not page-locked" in text for _, text in log_lines)
+        experts.set_slots([4, 4])
+        assert np.isfinite(decode(ctx, tokens(64))).all() and experts.prompt_bytes() == (0, 0, 0)
+        experts.detach()
