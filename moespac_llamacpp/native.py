@@ -171,7 +171,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "llama_moe_perf": (_int32, [_void_p, _int32, ctypes.POINTER(_PerfData)]),
     "llama_moe_perf_reset": (_int32, [_void_p, ctypes.c_bool]),
     "llama_moe_graph_stats": (None, [_void_p, ctypes.POINTER(_int64), ctypes.POINTER(_int64)]),
-    "llama_moe_prompt_bytes": (None, [_void_p, *[ctypes.POINTER(_int64)] * 3]),
+    "llama_moe_prompt_bytes": (None, [_void_p, *[ctypes.POINTER(_int64)] * 4]),
     "llama_moe_host_bytes": (None, [_void_p, ctypes.POINTER(_int64), ctypes.POINTER(_int64)]),
     "llama_moe_kernel_isa": (_char_p, []),
     "llama_moe_set_kernel_limit": (_int32, [_int32]),
@@ -439,8 +439,8 @@ class Experts:
     pool_threads: in-stream, how many threads compute the cold experts; 0: the context's n_threads, less the cores that must stay
     free. timeout_ms: in-stream, a layer's CPU part that takes longer has failed (see `failure`).
     whole_layers: a row whose experts are all resident takes llama.cpp's own path, with the slots as its weights.
-    prompt_lane: in-stream, batches over max_batch_tokens take what is resident from the slots and the rest over the link meanwhile,
-    at the price of device memory for all experts of one layer; else llama.cpp's own path copies all experts that they use.
+    prompt_lane: in-stream, batches over max_batch_tokens take what is resident from the slots, and the rest over the link
+    meanwhile, at the price of device memory for all experts of one layer; else llama.cpp's own path copies all that they use.
     """
 
     def __init__(
@@ -635,11 +635,12 @@ class Experts:
         _check(_f["llama_moe_perf_reset"](self._ctx, self._takes_times))
         self.n_perf_resets += 1
 
-    def prompt_bytes(self) -> tuple[int, int, int]:
-        """What the prompt lane has copied since the execution was chosen: (from slots, from host memory, of these ahead of their layer)."""
-        local, link, ahead = _int64(), _int64(), _int64()
-        _f["llama_moe_prompt_bytes"](self._ctx, ctypes.byref(local), ctypes.byref(link), ctypes.byref(ahead))
-        return local.value, link.value, ahead.value
+    def prompt_bytes(self) -> tuple[int, int, int, int]:
+        """Bytes that the prompt lane has copied: (from slots, from host memory, of these before their layer's choice was known,
+        of these last what it did not choose)."""
+        n = [_int64() for _ in range(4)]
+        _f["llama_moe_prompt_bytes"](self._ctx, *map(ctypes.byref, n))
+        return n[0].value, n[1].value, n[2].value, n[3].value
 
     def graph_stats(self) -> tuple[int, int]:
         """(decodes that found their graph ready, decodes that built one) since attach."""

@@ -170,8 +170,9 @@ extern "C" {
     // How often a decode found its graph ready, and how often one had to be built, since attach.
     LLAMA_API void llama_moe_graph_stats(const struct llama_context * ctx, int64_t * n_reused, int64_t * n_built);
 
-    // What the prompt lane has copied since it was opened: from slots, from host memory, and of the latter before the layer asked for it.
-    LLAMA_API void llama_moe_prompt_bytes(const struct llama_context * ctx, int64_t * from_slots, int64_t * over_link, int64_t * ahead);
+    // Bytes that the prompt lane has copied since it was opened: from slots; from host memory; of these before the layer's choice was
+    // known; and of these last those that it did not choose.
+    LLAMA_API void llama_moe_prompt_bytes(const struct llama_context * ctx, int64_t * from_slots, int64_t * over_link, int64_t * ahead, int64_t * in_vain);
 
     // Bytes of the GGUF's experts that live in host memory, and of these the page-locked ones.
     LLAMA_API void llama_moe_host_bytes(const struct llama_context * ctx, int64_t * total, int64_t * pinned);

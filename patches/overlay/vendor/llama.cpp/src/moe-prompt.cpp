@@ -13,10 +13,8 @@
 
 static_assert(GGML_MOE_PROMPT_PARTS == MOE_N_PARTS, "one staging tensor per part");
 
-// From so many (token, expert) pairs per expert on, hardly an expert is left out: all are brought, and nobody waits for the choice.
-static constexpr int PAIRS_PER_EXPERT = 16;
-// Kernels of CUDA's batched products read past an expert's rows (upstream's scheduler copies as much): no NaN may lie there.
-static constexpr size_t OVERREAD = 512;
+// Products in the order of their parts.
+static constexpr int ORDER[] = { MOE_GATE, MOE_GATE_B, MOE_UP, MOE_UP_B, MOE_DOWN, MOE_DOWN_B };
 
 moe_prompt::moe_prompt(llama_moe_state & st, ggml_backend_dev_t dev) : st(st), dev(dev) {
     const ggml_moe_stream_api * stream = moe_stream_api_of(dev, device_index);
@@ -63,7 +61,8 @@ bool moe_prompt::init(int n_ubatch, std::string & error) {
         }
         auto s = std::make_unique<staged_layer>();
         s->l = l;
-        s->used.resize(l->block.n_expert);
+        s->count.resize(l->block.n_expert);
+        s->likely.resize(l->block.n_expert);
         n_used = std::max(n_used, l->block.n_used);
         for (int p = 0; p < MOE_N_PARTS; p++) {
             if (const ggml_tensor * h = l->block.host[p]) {
@@ -134,22 +133,13 @@ size_t moe_prompt::device_bytes() const {
 // decodes
 //
 
-void moe_prompt::begin_decode() {
-    for (auto & s : layers) {
-        if (s) {
-            s->known = s->expected = false;
-        }
-    }
-}
-
 void moe_prompt::begin_ubatch() {
     settle();
     ubatch++;
     first = true;
     for (auto & s : layers) {
         if (s) {
-            s->expected = s->expected || s->known;
-            s->known    = false;
+            s->known = false;
         }
     }
 }
@@ -171,10 +161,6 @@ void moe_prompt::settle() {
 // what is copied
 //
 
-bool moe_prompt::staged_layer::takes_all() const {
-    return n_tokens*l->block.n_used >= PAIRS_PER_EXPERT*l->block.n_expert;
-}
-
 moe_prompt::staged_layer & moe_prompt::layer_of(const ggml_moe_prompt_node & node) const {
     return *layers[node.row];
 }
@@ -191,20 +177,20 @@ moe_prompt::staged_layer * moe_prompt::after(const staged_layer & s) const {
     return nullptr;
 }
 
-// makes one copy of two that continue each other
-void moe_prompt::add(void * to, const void * from, size_t n, bool local) {
-    (local ? bytes.from_slots : bytes.over_link) += from ? n : 0;
-    if (!copies.empty() && from) {
+// Makes one copy of two that continue each other over the link. Within the device all of a part are of a size.
+void moe_prompt::add(void * to, const void * from, size_t n, int part, bool local) {
+    if (!copies.empty() && !local) {
         ggml_moe_prompt_copy & last = copies.back();
-        if (last.local == local && (char *) last.to + last.n == to && last.from && (const char *) last.from + last.n == from) {
+        if (!last.local && (char *) last.to + last.n == to && (const char *) last.from + last.n == from) {
             last.n += n;
             return;
         }
     }
-    copies.push_back({ to, from, n, local });
+    copies.push_back({ to, from, n, part, local });
 }
 
-void moe_prompt::bring(const staged_layer & s, int part) {
+template<typename used_t>
+void moe_prompt::bring(const staged_layer & s, int part, const used_t & used) {
     const moe_block & b    = s.l->block;
     staging &         mem  = parts[part];
     const size_t    stride = b.expert_stride(part);
@@ -214,58 +200,88 @@ void moe_prompt::bring(const staged_layer & s, int part) {
         mem.holds = &s;
     }
     for (int e = 0; e < b.n_expert; e++) {
-        if (!s.uses(e) || mem.there[e]) {
+        if (!used[e] || mem.there[e]) {
             continue;
         }
+        const bool local = slot_of[e] >= 0;
         char * to = part_data[part] + e*stride;
-        if (slot_of[e] >= 0) {
-            add(to, (const char *) s.l->slots.tensors[part]->data + slot_of[e]*stride, stride, true);
-        } else {
-            add(to, b.expert_data(part, e), stride, false);
-        }
+        add(to, local ? (const char *) s.l->slots.tensors[part]->data + slot_of[e]*stride : b.expert_data(part, e), stride, part, local);
+        (local ? bytes.from_slots : bytes.over_link) += stride;
         mem.there[e] = 1;
-        if (part >= MOE_GATE_B) {
-            continue;
+
+        // the device reads so far past the expert's last row: no NaN may lie there
+        const size_t tail = std::min(s.tail[part], stride);
+        if (tail > 0 && e + 1 == b.n_expert) {
+            add(to + stride, nullptr, tail, part, true);
+        } else if (tail > 0 && !used[e + 1] && !mem.there[e + 1]) {
+            add(to + stride, b.expert_data(part, e + 1), tail, part, local);
         }
-        if (e + 1 < b.n_expert) {
-            if (!s.uses(e + 1) && !mem.there[e + 1]) {
-                add(to + stride, b.expert_data(part, e + 1), std::min(stride, OVERREAD), false);
-            }
-        } else if (s.tail[part] > 0) { // a layer of other types may have left something there
-            add(to + stride, nullptr, s.tail[part], false);
+    }
+}
+
+// What is resident costs next to nothing. Of the rest the half that most tokens chose: these are the surest, and while they cross
+// the link the choice becomes known.
+void moe_prompt::choose_likely(staged_layer & s) {
+    const auto & slot_of = s.l->slots.slot_of;
+    std::vector<int32_t> cold;
+    for (int e = 0; e < s.l->block.n_expert; e++) {
+        s.likely[e] = s.count[e] > 0 && slot_of[e] >= 0;
+        if (s.count[e] > 0 && slot_of[e] < 0) {
+            cold.push_back(e);
+        }
+    }
+    std::stable_sort(cold.begin(), cold.end(), [&](int32_t a, int32_t b) { return s.count[a] > s.count[b]; });
+    for (size_t i = 0; i < (cold.size() + 1)/2; i++) {
+        s.likely[cold[i]] = 1;
+    }
+    s.n_before = s.n_tokens;
+}
+
+// Popularity says little about few tokens: of a cropped layer, or after a much longer ubatch.
+bool moe_prompt::staged_layer::foresees() const {
+    return n_before > 0 && n_tokens*2 >= n_before && n_tokens*l->block.n_used >= l->block.n_expert;
+}
+
+void moe_prompt::count_in_vain(const staged_layer & s) {
+    const moe_block & b = s.l->block;
+    for (int p : ORDER) {
+        for (int e = 0; e < b.n_expert && parts[p].holds == &s; e++) {
+            bytes.in_vain += parts[p].there[e] && s.count[e] == 0 && s.l->slots.slot_of[e] < 0 ? b.expert_stride(p) : 0;
         }
     }
 }
 
 bool moe_prompt::wants_ids(const ggml_moe_prompt_node * node) {
-    const moe_prompt & lane = *(const moe_prompt *) node->lane;
-    const staged_layer & s = lane.layer_of(*node);
-    return !s.known && !s.takes_all();
+    return !((const moe_prompt *) node->lane)->layer_of(*node).known;
 }
 
 void moe_prompt::work(const ggml_moe_prompt_node * node, const int32_t * ids, int64_t n_ids, ggml_moe_prompt_work * work) {
     moe_prompt & lane = *(moe_prompt *) node->lane;
     staged_layer & s  = lane.layer_of(*node);
-    staging & mem     = lane.parts[node->part];
     lane.copies.clear();
-    if (node->kind == GGML_MOE_PROMPT_STAGE) {
-        if (ids) {
-            std::fill(s.used.begin(), s.used.end(), 0);
-            for (int64_t i = 0; i < n_ids; i++) {
-                if (ids[i] >= 0 && ids[i] < s.l->block.n_expert) {
-                    s.used[ids[i]] = 1;
-                }
+    if (ids) {
+        std::fill(s.count.begin(), s.count.end(), 0);
+        for (int64_t i = 0; i < n_ids; i++) {
+            if (ids[i] >= 0 && ids[i] < s.l->block.n_expert) {
+                s.count[ids[i]]++;
             }
-            s.known = true;
         }
-        lane.bring(s, node->part);
-        mem.ahead = false;
-    } else {
-        mem.holds = nullptr;
+        s.known = true;
+        lane.count_in_vain(s);
+        lane.choose_likely(s);
+        for (int p : ORDER) { // what lies behind these in the link's queue waits for this layer's products
+            if (s.tensors[p]) {
+                lane.bring(s, p, s.count);
+            }
+        }
+    }
+    staging & mem = lane.parts[node->part];
+    mem.ahead = false;
+    if (node->kind == GGML_MOE_PROMPT_RELEASE) {
         const staged_layer * next = lane.after(s);
-        if (next && next->tensors[node->part] && (next->takes_all() || next->expected)) {
+        if (next && next->tensors[node->part] && next->foresees()) {
             const int64_t before = lane.bytes.over_link;
-            lane.bring(*next, node->part);
+            lane.bring(*next, node->part, next->likely);
             lane.bytes.ahead += lane.bytes.over_link - before;
             mem.ahead = true;
         }

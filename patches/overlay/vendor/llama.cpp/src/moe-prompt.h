@@ -30,7 +30,6 @@ public:
     bool init(int n_ubatch, std::string & error);
 
     // around decodes
-    void begin_decode();
     void begin_ubatch();
     void settle(); // no copy is under way any more: before slots change
 
@@ -44,6 +43,7 @@ public:
         int64_t from_slots = 0;
         int64_t over_link  = 0;
         int64_t ahead      = 0; // of those over the link: before their layer asked
+        int64_t in_vain    = 0; // of those ahead: the layer did not use them
     } bytes;
 
 private:
@@ -55,11 +55,11 @@ private:
         std::array<ggml_moe_prompt_node, MOE_N_PARTS> release = {};
         int      n_tokens = 0;  // of the graph built last; fewer than the ubatch's in a cropped layer
         uint64_t built    = 0;  // the ubatch whose graph has the layer
-        bool     known    = false;     // `used` is this ubatch's choice
-        bool     expected = false;     // `used` is the choice of an earlier ubatch of this decode
-        std::vector<uint8_t> used;     // [n_expert]
-        bool takes_all() const;
-        bool uses(int expert) const { return takes_all() || used[expert]; }
+        bool     known    = false;    // `count` is of this ubatch
+        std::vector<int32_t> count;   // [n_expert] how many tokens chose it
+        std::vector<uint8_t> likely;  // [n_expert] to be used by the next ubatch too
+        int      n_before = 0;        // tokens of the ubatch that says so
+        bool foresees() const;
     };
     // one part's memory
     struct staging {
@@ -74,8 +74,11 @@ private:
 
     staged_layer & layer_of(const ggml_moe_prompt_node & node) const;
     staged_layer * after(const staged_layer & s) const; // the layer that is computed next; null: none
-    void bring(const staged_layer & s, int part);       // what the layer uses and is not there, to `copies`
-    void add(void * to, const void * from, size_t n, bool local);
+    template<typename used_t>
+    void bring(const staged_layer & s, int part, const used_t & used); // what is used and not there, to `copies`
+    void add(void * to, const void * from, size_t n, int part, bool local);
+    void choose_likely(staged_layer & s);
+    void count_in_vain(const staged_layer & s);
     ggml_tensor * node(const llm_graph_context & g, ggml_tensor * a, ggml_tensor * b, ggml_moe_prompt_node & node) const;
 
     llama_moe_state &  st;

@@ -418,9 +418,6 @@ void llama_moe_state::begin_decode() {
     }
     graphs.restore(); // memory updates work on the context's own graph
     log.begin_decode();
-    if (prompt) {
-        prompt->begin_decode();
-    }
 }
 
 // after a decode in-stream, whatever ended it

@@ -4,8 +4,9 @@
 // memory, one tensor of every part (gate, up, down, biases) for all layers in turn. What an ubatch uses is copied there, from the slots
 // what is resident and over the link what is not, while the device computes what came before.
 //
-//   stage    before a product: its output is the part's staging tensor, complete for the experts that the tokens chose
-//   release  after it: the memory is free, and is filled with what the next layer is expected to need
+//   stage    before a product: its output is the part's staging tensor, complete for the experts that the tokens chose. The first one of
+//            a layer brings what is missing of all parts, since only now the choice is known
+//   release  after it: the memory is free, and gets what the next layer is expected to need
 //
 // Both are GGML_OP_CUSTOM nodes in the stream's own order, marked like those of ggml-moe-stream.h; a ggml_moe_prompt_node is their user
 // data. They act when they are launched, on the host: which copies there are is decided by the lane behind `work` (src/moe-prompt.cpp),
@@ -32,12 +33,13 @@ struct ggml_moe_prompt_copy {
     void *       to;
     const void * from;  // NULL: zeros
     size_t       n;     // bytes
-    bool         local; // from device memory, else page-locked host memory
+    int32_t      part;  // whose staging memory it goes to
+    bool         local; // within the device, but for a few bytes; else over the link, from page-locked memory
 };
 
 // what a node has to do
 struct ggml_moe_prompt_work {
-    const struct ggml_moe_prompt_copy * copies; // valid until the next call
+    const struct ggml_moe_prompt_copy * copies; // valid until the next call; those of a part follow each other
     int32_t n_copies;
     bool    first; // of the ubatch: the staging memory is free when all is done that was launched before
 };

@@ -18,7 +18,7 @@ const ggml_moe_prompt_api * ggml_cuda_moe_prompt_api() {
 
 #else
 
-// Copies within the device have a stream of their own: a hundred small ones would hold up the link.
+// Copies within the device have a stream of their own, or they would hold up the link.
 enum moe_copy_stream { MOE_LINK, MOE_LOCAL, MOE_N_STREAMS };
 
 struct moe_prompt_device {
@@ -28,29 +28,92 @@ struct moe_prompt_device {
     cudaEvent_t  ready[GGML_MOE_PROMPT_PARTS][MOE_N_STREAMS]; // so are the copies for the next one
 };
 
-static void moe_prompt_copy(moe_prompt_device & d, int part, const ggml_moe_prompt_work & work) {
-    if (work.n_copies == 0) {
+// Experts from their slots: one launch instead of a call for each.
+struct moe_gather {
+    static constexpr int MAX = 120; // it is a kernel's argument
+    void *       to  [MAX];
+    const void * from[MAX];
+};
+
+template<typename T>
+static __global__ void k_moe_gather(const moe_gather g, const size_t n) {
+    const T * from = (const T *) g.from[blockIdx.y];
+    T       * to   = (T *)       g.to  [blockIdx.y];
+    for (size_t i = (size_t) blockIdx.x*blockDim.x + threadIdx.x; i < n; i += (size_t) gridDim.x*blockDim.x) {
+        to[i] = from[i];
+    }
+}
+
+template<typename T>
+static void launch_gather(const moe_gather & g, int n_copies, size_t n_bytes, cudaStream_t stream) {
+    constexpr int THREADS = 256, PER_THREAD = 8, MAX_BLOCKS = 64;
+    const size_t n = n_bytes/sizeof(T);
+    const size_t blocks = (n + THREADS*PER_THREAD - 1)/(THREADS*PER_THREAD);
+    k_moe_gather<T><<<dim3((unsigned) std::min(blocks, (size_t) MAX_BLOCKS), n_copies, 1), THREADS, 0, stream>>>(g, n);
+}
+
+static void gather(const moe_gather & g, int n_copies, size_t n_bytes, cudaStream_t stream) {
+    if (n_copies == 0) {
         return;
     }
+    uintptr_t bits = n_bytes;
+    for (int i = 0; i < n_copies; i++) {
+        bits |= (uintptr_t) g.to[i] | (uintptr_t) g.from[i];
+    }
+    if (bits % 16 == 0) {
+        launch_gather<uint4>(g, n_copies, n_bytes, stream);
+    } else if (bits % 4 == 0) {
+        launch_gather<uint32_t>(g, n_copies, n_bytes, stream);
+    } else if (bits % 2 == 0) {
+        launch_gather<uint16_t>(g, n_copies, n_bytes, stream);
+    } else {
+        launch_gather<uint8_t>(g, n_copies, n_bytes, stream);
+    }
+    CUDA_CHECK(cudaGetLastError());
+}
+
+// all copies to one part
+static void copy_part(moe_prompt_device & d, int part, const ggml_moe_prompt_copy * copies, int n_copies) {
     for (cudaStream_t s : d.streams) {
         CUDA_CHECK(cudaStreamWaitEvent(s, d.free[part], 0));
     }
-    for (int i = 0; i < work.n_copies; i++) {
-        const ggml_moe_prompt_copy & c = work.copies[i];
-        if (!c.from) {
-            CUDA_CHECK(cudaMemsetAsync(c.to, 0, c.n, d.streams[MOE_LOCAL]));
-        } else if (c.local) {
-            CUDA_CHECK(cudaMemcpyAsync(c.to, c.from, c.n, cudaMemcpyDeviceToDevice, d.streams[MOE_LOCAL]));
-        } else {
+    cudaStream_t local = d.streams[MOE_LOCAL];
+    moe_gather g;
+    int    n_gathered = 0;
+    size_t n_bytes    = 0;
+    for (int i = 0; i < n_copies; i++) {
+        const ggml_moe_prompt_copy & c = copies[i];
+        if (!c.local) {
             CUDA_CHECK(cudaMemcpyAsync(c.to, c.from, c.n, cudaMemcpyHostToDevice, d.streams[MOE_LINK]));
+        } else if (!c.from) {
+            CUDA_CHECK(cudaMemsetAsync(c.to, 0, c.n, local));
+        } else if (n_bytes == 0 || c.n == n_bytes) {
+            n_bytes = c.n;
+            g.to  [n_gathered] = c.to;
+            g.from[n_gathered] = c.from;
+            if (++n_gathered == moe_gather::MAX) {
+                gather(g, n_gathered, n_bytes, local);
+                n_gathered = 0;
+            }
+        } else { // the few bytes behind an expert
+            CUDA_CHECK(cudaMemcpyAsync(c.to, c.from, c.n, cudaMemcpyDefault, local));
         }
     }
+    gather(g, n_gathered, n_bytes, local);
     for (int s = 0; s < MOE_N_STREAMS; s++) {
         CUDA_CHECK(cudaEventRecord(d.ready[part][s], d.streams[s]));
     }
 }
 
-static void moe_prompt_stage(cudaStream_t stream, moe_prompt_device & d, const ggml_moe_prompt_node & node, const ggml_tensor * ids) {
+static void copy(moe_prompt_device & d, const ggml_moe_prompt_work & work) {
+    for (int i = 0, n = 0; i < work.n_copies; i += n) {
+        const int part = work.copies[i].part;
+        for (n = 0; i + n < work.n_copies && work.copies[i + n].part == part; n++) {}
+        copy_part(d, part, work.copies + i, n);
+    }
+}
+
+static void stage(cudaStream_t stream, moe_prompt_device & d, const ggml_moe_prompt_node & node, const ggml_tensor * ids) {
     const int64_t n_used = ids->ne[0];
     const int64_t n_ids  = n_used*ids->ne[1];
     const bool    asked  = node.wants_ids(&node);
@@ -66,17 +129,17 @@ static void moe_prompt_stage(cudaStream_t stream, moe_prompt_device & d, const g
             CUDA_CHECK(cudaEventRecord(e, stream));
         }
     }
-    moe_prompt_copy(d, node.part, work);
+    copy(d, work);
     for (cudaEvent_t e : d.ready[node.part]) {
         CUDA_CHECK(cudaStreamWaitEvent(stream, e, 0));
     }
 }
 
-static void moe_prompt_release(cudaStream_t stream, moe_prompt_device & d, const ggml_moe_prompt_node & node) {
+static void release(cudaStream_t stream, moe_prompt_device & d, const ggml_moe_prompt_node & node) {
     CUDA_CHECK(cudaEventRecord(d.free[node.part], stream));
     ggml_moe_prompt_work work = {};
     node.work(&node, nullptr, 0, &work);
-    moe_prompt_copy(d, node.part, work);
+    copy(d, work);
 }
 
 void ggml_cuda_moe_prompt(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
@@ -92,13 +155,13 @@ void ggml_cuda_moe_prompt(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     }
     moe_prompt_device & d = *(moe_prompt_device *) node.device;
     if (node.kind == GGML_MOE_PROMPT_STAGE) {
-        moe_prompt_stage(stream, d, node, dst->src[1]);
+        stage(stream, d, node, dst->src[1]);
     } else {
-        moe_prompt_release(stream, d, node);
+        release(stream, d, node);
     }
 }
 
-static void moe_prompt_close(void * device) {
+static void close_device(void * device) {
     moe_prompt_device * d = (moe_prompt_device *) device;
     ggml_cuda_set_device(d->device);
     for (cudaStream_t s : d->streams) {
@@ -117,7 +180,7 @@ static void moe_prompt_close(void * device) {
     delete d;
 }
 
-static void * moe_prompt_open(int device) {
+static void * open_device(int device) {
     ggml_cuda_set_device(device);
     moe_prompt_device * d = new moe_prompt_device {};
     d->device = device;
@@ -132,13 +195,13 @@ static void * moe_prompt_open(int device) {
     }
     if (!ok) {
         (void) cudaGetLastError();
-        moe_prompt_close(d);
+        close_device(d);
         return nullptr;
     }
     return d;
 }
 
-static void moe_prompt_wait(void * device) {
+static void wait_device(void * device) {
     moe_prompt_device * d = (moe_prompt_device *) device;
     ggml_cuda_set_device(d->device);
     for (cudaStream_t s : d->streams) {
@@ -147,7 +210,7 @@ static void moe_prompt_wait(void * device) {
 }
 
 const ggml_moe_prompt_api * ggml_cuda_moe_prompt_api() {
-    static const ggml_moe_prompt_api api = { moe_prompt_open, moe_prompt_wait, moe_prompt_close };
+    static const ggml_moe_prompt_api api = { open_device, wait_device, close_device };
     return &api;
 }
 
