@@ -144,15 +144,15 @@ void moe_prompt::begin_ubatch() {
     }
 }
 
-// What was sent ahead is still on its way only if the layer never asked for it: the ubatch was broken off.
+// After an ubatch that was broken off copies may be left for which nobody has waited.
 void moe_prompt::settle() {
-    bool ahead = false;
+    bool under_way = false;
     for (staging & p : parts) {
-        ahead   = ahead || p.ahead;
-        p.ahead = false;
-        p.holds = nullptr;
+        under_way   = under_way || p.under_way;
+        p.under_way = false;
+        p.holds     = nullptr;
     }
-    if (ahead && api) {
+    if (under_way && api) {
         api->wait(device);
     }
 }
@@ -181,7 +181,7 @@ moe_prompt::staged_layer * moe_prompt::after(const staged_layer & s) const {
 void moe_prompt::add(void * to, const void * from, size_t n, int part, bool local) {
     if (!copies.empty() && !local) {
         ggml_moe_prompt_copy & last = copies.back();
-        if (!last.local && (char *) last.to + last.n == to && (const char *) last.from + last.n == from) {
+        if (last.part == part && !last.local && (char *) last.to + last.n == to && (const char *) last.from + last.n == from) {
             last.n += n;
             return;
         }
@@ -207,7 +207,8 @@ void moe_prompt::bring(const staged_layer & s, int part, const used_t & used) {
         char * to = part_data[part] + e*stride;
         add(to, local ? (const char *) s.l->slots.tensors[part]->data + slot_of[e]*stride : b.expert_data(part, e), stride, part, local);
         (local ? bytes.from_slots : bytes.over_link) += stride;
-        mem.there[e] = 1;
+        mem.there[e]  = 1;
+        mem.under_way = true;
 
         // the device reads so far past the expert's last row: no NaN may lie there
         const size_t tail = std::min(s.tail[part], stride);
@@ -275,15 +276,14 @@ void moe_prompt::work(const ggml_moe_prompt_node * node, const int32_t * ids, in
             }
         }
     }
-    staging & mem = lane.parts[node->part];
-    mem.ahead = false;
-    if (node->kind == GGML_MOE_PROMPT_RELEASE) {
+    if (node->kind == GGML_MOE_PROMPT_STAGE) {
+        lane.parts[node->part].under_way = false;
+    } else {
         const staged_layer * next = lane.after(s);
         if (next && next->tensors[node->part] && next->foresees()) {
             const int64_t before = lane.bytes.over_link;
             lane.bring(*next, node->part, next->likely);
             lane.bytes.ahead += lane.bytes.over_link - before;
-            mem.ahead = true;
         }
     }
     *work = { lane.copies.data(), (int32_t) lane.copies.size(), lane.first };
@@ -315,10 +315,13 @@ void moe_prompt::emulate(ggml_tensor * dst, int ith, int n_threads, void * user_
         memset(node.staging, 0xff, lane.part_size[node.part]); // NaN, or a number that is far off: nobody may read what was not brought anew
     }
     for (int i = 0; i < w.n_copies; i++) {
-        if (w.copies[i].from) {
-            memcpy(w.copies[i].to, w.copies[i].from, w.copies[i].n);
+        const ggml_moe_prompt_copy & c = w.copies[i];
+        const char * begin = lane.part_data[c.part];
+        GGML_ASSERT(c.to >= begin && (char *) c.to + c.n <= begin + lane.part_size[c.part]); // events are of a part
+        if (c.from) {
+            memcpy(c.to, c.from, c.n);
         } else {
-            memset(w.copies[i].to, 0, w.copies[i].n);
+            memset(c.to, 0, c.n);
         }
     }
 }

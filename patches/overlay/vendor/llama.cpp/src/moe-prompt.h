@@ -65,7 +65,7 @@ private:
     struct staging {
         const staged_layer * holds = nullptr; // whose experts lie there, or are on their way
         std::vector<uint8_t> there;           // [n_expert]
-        bool ahead = false;                   // they were sent before their layer asked
+        bool under_way = false;               // copies that no launched product waits for yet
     };
 
     static bool wants_ids(const ggml_moe_prompt_node * node);

@@ -341,11 +341,10 @@ int32_t llama_moe_state::set_execution(int32_t execution, std::string & error) {
 
 // No memory for it, or layers that it does not cover, cost speed only.
 void llama_moe_state::open_prompt_lane() {
-    if (!stream || prompt) {
-        prompt = stream ? std::move(prompt) : nullptr;
-        return;
+    if (!stream) {
+        prompt.reset();
     }
-    if (!params.prompt_lane || (int) ctx.cparams.n_ubatch <= params.max_batch_tokens) {
+    if (!stream || prompt || !params.prompt_lane || (int) ctx.cparams.n_ubatch <= params.max_batch_tokens) {
         return;
     }
     auto lane = std::make_unique<moe_prompt>(*this, device->dev);
@@ -354,7 +353,7 @@ void llama_moe_state::open_prompt_lane() {
         l->prompt_reason.clear();
         if (lane->supports(*l, l->prompt_reason)) {
             any = true;
-        } else if (l->block.hybrid()) {
+        } else if (l->block.hybrid() && l->stream_reason.empty()) { // else it has been said
             LLAMA_LOG_INFO("moe: prompts take llama.cpp's own path in layer %d: %s\n", l->block.il, l->prompt_reason.c_str());
         }
     }
@@ -439,7 +438,10 @@ void llama_moe_state::begin_ubatch(const llama_ubatch & ubatch) {
     }
     log.begin_ubatch((int) ubatch.n_tokens, ubatch.output);
 
-    const bool staged = prompt && (int) ubatch.n_tokens > params.max_batch_tokens;
+    bool staged = false;
+    for (const auto & l : layers) {
+        staged = staged || may_be_staged(*l, (int) ubatch.n_tokens);
+    }
     epoch = staged ? next_epoch() : lasting_epoch;
     if (staged) {
         prompt->begin_ubatch();
@@ -636,7 +638,12 @@ bool llama_moe_state::runs_in_stream(const moe_layer & l, int n_tokens) const {
 }
 
 bool llama_moe_state::runs_staged(const moe_layer & l, int n_tokens) const {
-    return prompt && stream_on && l.prompt_reason.empty() && !l.lora && !runs_whole(l) && n_tokens > params.max_batch_tokens;
+    return may_be_staged(l, n_tokens) && !l.lora;
+}
+
+// whatever adapters a graph that is yet to be built will have
+bool llama_moe_state::may_be_staged(const moe_layer & l, int n_tokens) const {
+    return prompt && stream_on && l.prompt_reason.empty() && !l.whole && n_tokens > params.max_batch_tokens;
 }
 
 static bool has_lora(const llm_graph_context & g, const llama_moe_ffn & f) {

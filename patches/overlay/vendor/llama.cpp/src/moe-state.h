@@ -144,6 +144,7 @@ private:
     bool runs_hybrid(const moe_layer & l, int n_tokens) const;
     bool runs_in_stream(const moe_layer & l, int n_tokens) const;
     bool runs_staged(const moe_layer & l, int n_tokens) const;
+    bool may_be_staged(const moe_layer & l, int n_tokens) const;
     bool runs_whole(const moe_layer & l) const;
     bool cpu_idles(int n_tokens) const;
     bool only_experts_on_host() const;
