@@ -311,6 +311,25 @@ def test_slots_and_executions_may_change_between_prompts(root: Path) -> None:
         compare(p, tokens(80))
 
 
+def test_the_same_prompt_again_is_no_captured_graph(root: Path) -> None:
+    """A CUDA graph would repeat the copies of an earlier residency. Equal graphs in a row are what makes CUDA capture one."""
+    with lane(cached_model(root, "qwen3moe", expert_type="Q4_K", down_type="Q6_K"), "qwen3moe") as p:
+        p.fill(0.5)
+        prompt = tokens(64)
+        for _ in range(4):
+            local, link, _, _ = copied(p, prompt)
+            assert (local, link) == in_use(p)
+        for row in (0, 1):
+            hot = np.flatnonzero(p.experts.states(row) == native.RESIDENT)
+            for expert in hot:
+                p.experts.evict(row, int(expert))
+        before = p.experts.graph_stats()
+        local, link, _, _ = copied(p, prompt)
+        assert (local, link) == in_use(p) and local == 0
+        compare(p, prompt)
+        assert p.experts.graph_stats() == (before[0], before[1] + 2)
+
+
 def test_prompts_and_short_batches_alternate(root: Path) -> None:
     """The graphs kept per width stay what they were."""
     with lane(cached_model(root, "qwen3moe"), "qwen3moe", n_ubatch=40) as p:
