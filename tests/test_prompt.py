@@ -102,6 +102,33 @@ def test_prompts_are_what_upstream_computes(root: Path, case: tuple[str, str, st
                 assert link > 0 and (local > 0) == (share > 0)
 
 
+@pytest.mark.parametrize("n_ubatch", PROMPTS)
+def test_prompts_that_nobody_watches_are_the_same(root: Path, n_ubatch: int) -> None:
+    """Without an eval callback the host runs ahead of the device as far as it may."""
+    path = cached_model(root, "qwen3moe", expert_type="Q4_K", down_type="Q6_K")
+    with (
+        load_with_host_experts(path, test_device()) as model,
+        make_context(model, n_ubatch=n_ubatch, n_threads=1) as plain,
+        make_context(model, n_ubatch=n_ubatch, n_threads=1) as ctx,
+    ):
+        experts = native.Experts(ctx.ptr, test_device(), execution="in-stream")
+        p = Pair(plain, ctx, experts, FAMILIES["qwen3moe"])
+        for share in SHARES:
+            p.fill(share)
+            for seed in range(4):
+                prompt = tokens(200, seed)
+                plain.clear()
+                ctx.clear()
+                expected, logits = decode(plain, prompt), decode(ctx, prompt)
+                if test_device().kind == "cpu":
+                    assert np.array_equal(logits, expected)
+                distance = np.linalg.norm(logits - expected, axis=1) / np.linalg.norm(expected, axis=1)
+                assert np.median(distance) < 3e-2
+                again = [decode(ctx, prompt) for _ in range(3) if not ctx.clear()]
+                assert all(np.array_equal(logits, a) for a in again), "a race would not always end alike"
+        experts.detach()
+
+
 def test_layers_of_different_types_share_the_memory(root: Path) -> None:
     path = cached_model(root, "qwen3moe", expert_type=("Q4_K", "F32"), down_type=("Q6_K", "Q4_0"), n_ff_exp=352)
     for n_ubatch, prompts in PROMPTS.items():
