@@ -85,6 +85,7 @@ class _Params(ctypes.Structure):
         ("cache_graphs", ctypes.c_bool),
         ("perf", ctypes.c_bool),
         ("whole_layers", ctypes.c_bool),
+        ("prompt_lane", ctypes.c_bool),
     )
 
 
@@ -181,6 +182,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "llama_moe_perf": (_int32, [_void_p, _int32, ctypes.POINTER(_PerfData)]),
     "llama_moe_perf_reset": (_int32, [_void_p, ctypes.c_bool]),
     "llama_moe_graph_stats": (None, [_void_p, ctypes.POINTER(_int64), ctypes.POINTER(_int64)]),
+    "llama_moe_prompt_bytes": (None, [_void_p, *[ctypes.POINTER(_int64)] * 4]),
     "llama_moe_host_bytes": (None, [_void_p, ctypes.POINTER(_int64), ctypes.POINTER(_int64)]),
     "llama_moe_kernel_isa": (_char_p, []),
     "llama_moe_set_kernel_limit": (_int32, [_int32]),
@@ -460,6 +462,8 @@ class Experts:
     free. timeout_ms: in-stream, a layer's CPU part that takes longer has failed (see `failure`).
     whole_layers: a row whose experts are all resident takes llama.cpp's own path, with the slots as its weights.
     stream_experts: see `set_streaming`.
+    prompt_lane: in-stream, batches over max_batch_tokens take what is resident from the slots, and the rest over the link
+    meanwhile, at the price of device memory for all experts of one layer; else llama.cpp's own path copies all that they use.
     """
 
     def __init__(
@@ -476,6 +480,7 @@ class Experts:
         cache_graphs: bool = True,
         perf: bool = False,
         whole_layers: bool = True,
+        prompt_lane: bool = True,
     ) -> None:
         params = _f["llama_moe_default_params"]()
         params.device = device.pointer if device else None
@@ -488,6 +493,7 @@ class Experts:
         params.cache_graphs = cache_graphs
         params.perf = perf
         params.whole_layers = whole_layers
+        params.prompt_lane = prompt_lane
         self._ctx = ctypes.cast(ctx, _void_p)
         self._callback_error: BaseException | None = None
         self._takes_times = perf
@@ -668,6 +674,13 @@ class Experts:
         self._takes_times = self._takes_times if times is None else times
         _check(_f["llama_moe_perf_reset"](self._ctx, self._takes_times))
         self.n_perf_resets += 1
+
+    def prompt_bytes(self) -> tuple[int, int, int, int]:
+        """Bytes that the prompt lane has copied: (from slots, from host memory, of these before their layer's choice was known,
+        of these last what it did not choose)."""
+        n = [_int64() for _ in range(4)]
+        _f["llama_moe_prompt_bytes"](self._ctx, *map(ctypes.byref, n))
+        return n[0].value, n[1].value, n[2].value, n[3].value
 
     def graph_stats(self) -> tuple[int, int]:
         """(decodes that found their graph ready, decodes that built one) since attach."""

@@ -58,12 +58,15 @@ extern "C" {
         int32_t execution;          // enum llama_moe_execution
         int32_t pool_threads;       // in-stream: threads for the CPU part; 0: the context's n_threads, less the cores that must stay free
         int32_t timeout_ms;         // in-stream: a layer's CPU part that takes longer has failed
-        int32_t max_batch_tokens;   // 1 to 512: batches of up to this many tokens run hybrid, larger ones take upstream's path
+        int32_t max_batch_tokens;   // 1 to 512: batches of up to this many tokens run hybrid; for larger ones see prompt_lane
         int32_t stream_experts;     // in-stream: so many experts of a row may cross the link during a decode and be computed on the device, 0 to 8
         bool    own_kernels;        // cold lane: our multi-column kernels where they exist, else ggml's vec_dot
         bool    cache_graphs;       // keep one graph (and its compute buffers) per batch width, so that a change costs nothing
         bool    perf;               // take times; counters of pairs and experts are always taken
         bool    whole_layers;       // a row whose experts are all resident takes upstream's path, with the slots as its weights
+        bool    prompt_lane;        // in-stream: batches over max_batch_tokens are computed on the device, with what is resident from the slots
+                                    // and the rest copied from page-locked memory meanwhile. It takes device memory for all experts of
+                                    // one layer. Otherwise, and in rows that cannot, they take upstream's path, which copies every expert in use
     };
 
     // what a row is
@@ -151,7 +154,7 @@ extern "C" {
     LLAMA_API int32_t llama_moe_set_streaming(struct llama_context * ctx, int32_t max_experts, bool always);
     LLAMA_API int32_t llama_moe_set_values   (struct llama_context * ctx, const float * values);
 
-    // Bytes that slots, the lane's buffers and the graphs kept per width take on the device now.
+    // Bytes that slots, the lanes' buffers and the graphs kept per width take on the device now.
     LLAMA_API int64_t llama_moe_device_bytes(const struct llama_context * ctx);
 
     // Starts an upload into a free slot and returns at once. The expert stays cold until a publish after the upload landed.
@@ -182,6 +185,10 @@ extern "C" {
 
     // How often a decode found its graph ready, and how often one had to be built, since attach.
     LLAMA_API void llama_moe_graph_stats(const struct llama_context * ctx, int64_t * n_reused, int64_t * n_built);
+
+    // Bytes that the prompt lane has copied since it was opened: from slots; from host memory; of these before the layer's choice was
+    // known; and of these last those that it did not choose.
+    LLAMA_API void llama_moe_prompt_bytes(const struct llama_context * ctx, int64_t * from_slots, int64_t * over_link, int64_t * ahead, int64_t * in_vain);
 
     // Bytes of the GGUF's experts that live in host memory, and of these the page-locked ones.
     LLAMA_API void llama_moe_host_bytes(const struct llama_context * ctx, int64_t * total, int64_t * pinned);

@@ -69,6 +69,7 @@ struct llama_moe_params llama_moe_default_params(void) {
         /*.cache_graphs     =*/ true,
         /*.perf             =*/ false,
         /*.whole_layers     =*/ true,
+        /*.prompt_lane      =*/ true,
     };
 }
 
@@ -252,6 +253,15 @@ int32_t llama_moe_set_values(llama_context * ctx, const float * values) {
         st->stream->set_values(values);
     }
     return LLAMA_MOE_OK;
+}
+
+void llama_moe_prompt_bytes(const llama_context * ctx, int64_t * from_slots, int64_t * over_link, int64_t * ahead, int64_t * in_vain) {
+    const llama_moe_state * st = state_of(ctx);
+    const bool any = st && st->prompt;
+    *from_slots = any ? st->prompt->bytes.from_slots : 0;
+    *over_link  = any ? st->prompt->bytes.over_link  : 0;
+    *ahead      = any ? st->prompt->bytes.ahead      : 0;
+    *in_vain    = any ? st->prompt->bytes.in_vain    : 0;
 }
 
 const char * llama_moe_failure(llama_context * ctx) {

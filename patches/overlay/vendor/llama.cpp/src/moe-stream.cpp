@@ -341,8 +341,11 @@ static void emulate_join(ggml_tensor * dst, int ith, int n_threads, void * user_
 // which layers
 //
 
-static const ggml_moe_stream_api * api_of(ggml_backend_dev_t dev) {
+const ggml_moe_stream_api * moe_stream_api_of(ggml_backend_dev_t dev, int & index) {
     ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(dev);
+    for (size_t i = 0; reg && i < ggml_backend_reg_dev_count(reg); i++) {
+        index = ggml_backend_reg_dev_get(reg, i) == dev ? (int) i : index;
+    }
     auto get = reg ? ggml_backend_reg_get_proc_address(reg, "ggml_moe_stream") : nullptr;
     return (const ggml_moe_stream_api *) get;
 }
@@ -351,11 +354,8 @@ static bool is_cpu(ggml_backend_dev_t dev) {
     return ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU;
 }
 
-moe_stream::moe_stream(llama_moe_state & st, ggml_backend_dev_t dev) : st(st), dev(dev), api(api_of(dev)) {
-    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(dev);
-    for (size_t i = 0; reg && i < ggml_backend_reg_dev_count(reg); i++) {
-        device_index = ggml_backend_reg_dev_get(reg, i) == dev ? (int) i : device_index;
-    }
+moe_stream::moe_stream(llama_moe_state & st, ggml_backend_dev_t dev) : st(st), dev(dev) {
+    api = moe_stream_api_of(dev, device_index);
 }
 
 moe_stream::~moe_stream() {
@@ -573,6 +573,10 @@ int moe_stream::grow_pool(int n_tokens) {
 
 size_t moe_stream::device_bytes() const {
     return buf ? ggml_backend_buffer_get_size(buf.get()) : 0;
+}
+
+ggml_tensor * moe_stream::scale_of(ggml_context * ctx0, const moe_block & b) const {
+    return ggml_view_1d(ctx0, scale, b.n_expert, b.row*scale->nb[1]);
 }
 
 void moe_stream::reset_times() {
@@ -860,10 +864,14 @@ void moe_stream::learn(int n_tokens) {
 // graph
 //
 
-static ggml_tensor * mark(ggml_tensor * t, uint64_t epoch, const llm_graph_context & g, ggml_backend_t backend, const char * name, int row) {
+void moe_stream_mark(ggml_tensor * t, uint64_t owner) {
     t->op_params[GGML_MOE_STREAM_PARAM]     = GGML_MOE_STREAM_MAGIC_0;
     t->op_params[GGML_MOE_STREAM_PARAM + 1] = GGML_MOE_STREAM_MAGIC_1;
-    memcpy(t->op_params + GGML_MOE_STREAM_OWNER, &epoch, sizeof(epoch));
+    memcpy(t->op_params + GGML_MOE_STREAM_OWNER, &owner, sizeof(owner));
+}
+
+static ggml_tensor * mark(ggml_tensor * t, uint64_t epoch, const llm_graph_context & g, ggml_backend_t backend, const char * name, int row) {
+    moe_stream_mark(t, epoch);
     ggml_format_name(t, "%s-%d", name, row);
     ggml_backend_sched_set_tensor_backend(g.sched, t, backend);
     return t;

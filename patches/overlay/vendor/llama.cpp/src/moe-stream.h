@@ -20,6 +20,11 @@ struct llama_moe_ffn;
 struct llama_moe_state;
 struct moe_stream_client;
 
+// the operations as `dev` has them, and its index in its registry; null: it has none (the CPU emulates them)
+const ggml_moe_stream_api * moe_stream_api_of(ggml_backend_dev_t dev, int & index);
+// makes a GGML_OP_CUSTOM node one of them; `owner`: GGML_MOE_STREAM_OWNER
+void moe_stream_mark(ggml_tensor * t, uint64_t owner);
+
 class moe_stream {
 public:
     static constexpr int MAX_TOKENS = 32;
@@ -53,6 +58,7 @@ public:
     void reset_times();
     void add_times(moe_layer & l) const; // of the last ubatch, and the pool's, to the layer's perf
     size_t device_bytes() const;
+    ggml_tensor * scale_of(ggml_context * ctx0, const moe_block & b) const; // down_scale, on the device: F32 [n_expert]
     moe_pool & threads() { return *pool; }
 
 private:

@@ -129,12 +129,16 @@ struct ggml_moe_stream_node {
     const struct ggml_moe_stream_channel * channel;
 };
 
+struct ggml_moe_prompt_api;
+
 struct ggml_moe_stream_api {
     // For how many tokens at once a product with the experts `w` [n_in, n_out, n_slots] takes a kernel that skips pairs with id -1 (their
     // rows stay undefined), lets -1 occur several times and needs no help from the host. 0: there is no such kernel.
     int (*max_tokens)(int device, const struct ggml_tensor * w);
     // Does the driver kill kernels that run for seconds (a GPU with a display)?
     bool (*has_watchdog)(int device);
+    // the prompt lane (ggml-moe-prompt.h)
+    const struct ggml_moe_prompt_api * prompt;
 };
 
 static inline bool ggml_moe_stream_is(const struct ggml_tensor * op) {

@@ -1,5 +1,6 @@
 #include "moe-stream.cuh"
 
+#include "ggml-moe-prompt.h"
 #include "ggml-moe-stream.h"
 #include "mmf.cuh"
 #include "mmvq.cuh"
@@ -548,6 +549,8 @@ bool ggml_cuda_moe_stream(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     const ggml_moe_stream_node & node = *ggml_moe_stream_node_of(dst);
     if (node.kind == GGML_MOE_STREAM_PUBLISH) {
         publish(ctx.stream(), node, dst);
+    } else if (node.kind >= GGML_MOE_PROMPT_STAGE) {
+        ggml_cuda_moe_prompt(ctx, dst);
     } else {
         join(ctx.stream(), node, dst);
     }
@@ -574,7 +577,7 @@ static bool has_watchdog(int device) {
 }
 
 const void * ggml_cuda_moe_stream_api() {
-    static const ggml_moe_stream_api api = { max_tokens, has_watchdog };
+    static const ggml_moe_stream_api api = { max_tokens, has_watchdog, ggml_cuda_moe_prompt_api() };
     return &api;
 }
 
