@@ -20,6 +20,9 @@ from moespac_llamacpp.sampling import END, Law, Sampler
 
 OnGuess = Callable[[int], object]
 
+#: Batches of guessing have one token, or two when all guesses were accepted: for these a draft's context should keep graphs.
+DRAFT_WIDTHS = 2
+
 _UNUSED = 2  # LLAMA_TOKEN_ATTR_UNUSED: how padding is marked
 
 
@@ -241,13 +244,13 @@ class GgufDraft:
         q: list[Law] | None = None if sampler is None else []
         own = sampler.fork() if sampler is not None else None
         try:
-            self._decode(self._pending[:-1])
-            token = self._pending[-1]
+            self._decode(self._pending[:-DRAFT_WIDTHS])
+            tokens = self._pending[-DRAFT_WIDTHS:]
             self._pending = []
             for i in range(n):
                 if i > 0 and on_guess:
-                    on_guess(token)
-                logits = self._logits([token])[-1, : self.n_vocab]
+                    on_guess(tokens[-1])
+                logits = self._logits(tokens)[-1, : self.n_vocab]
                 if own is None or q is None:
                     token = int(logits.argmax())
                 else:
@@ -260,6 +263,7 @@ class GgufDraft:
                     own.accept(token)
                     q.append(law)
                 self._guesses.append(token)
+                tokens = [token]
                 if self.context.model.ends(token):
                     break
         except _DecodeFailed as error:  # the guesses so far are as good as any; the last of them was not decoded

@@ -11,7 +11,7 @@ from typing import Any
 
 from moespac_llamacpp import hotset, native
 from moespac_llamacpp.decoder import Decoder
-from moespac_llamacpp.draft import Drafter, GgufDraft, NgramDraft, NoDraft
+from moespac_llamacpp.draft import DRAFT_WIDTHS, Drafter, GgufDraft, NgramDraft, NoDraft
 from moespac_llamacpp.machine import cache_folder, crowded, reason
 from moespac_llamacpp.memory import parse_bytes
 from moespac_llamacpp.models import Context, Model
@@ -21,7 +21,7 @@ from moespac_llamacpp.planner import Pair, plan_pair
 from moespac_llamacpp.policies import NAMES as POLICIES
 from moespac_llamacpp.policies import make
 from moespac_llamacpp.profile import known
-from moespac_llamacpp.residency import Residency
+from moespac_llamacpp.residency import STREAM_EXPERTS, Residency
 from moespac_llamacpp.sampling import Sampling
 from moespac_llamacpp.telemetry import Telemetry
 
@@ -67,6 +67,7 @@ class Options:
     frequency: bool = True  # this and the next two: switches of the policy (policies.make, Residency)
     balancer: bool = True
     sync_moves: bool = False
+    stream_experts: int = STREAM_EXPERTS  # of a layer, may cross the link in the middle of a decode; 0: none
     hot_set: bool = False  # start with the experts that the last run left, and leave them for the next one
     flash_attn: str | None = None  # on, off, auto
     cache_type_k: str | None = None
@@ -98,6 +99,10 @@ def open_decoder(
     LoadError, MoeError, TelemetryError, ValueError: the text is the sentence for the user."""
     if options.policy not in POLICIES:
         raise ValueError(f"there is no policy {options.policy!r}; there are {', '.join(POLICIES)}")
+    if not 0 <= options.stream_experts <= native.MAX_STREAMED:
+        raise ValueError(
+            f"{options.stream_experts} experts of a layer cannot be streamed, only 0 to {native.MAX_STREAMED}"
+        )
     telemetry = stack.enter_context(Telemetry(options.telemetry)) if options.telemetry else None
     kind = draft_kind(options)
     plan = plan_of(options, device)
@@ -157,7 +162,7 @@ def open_residency(
     policy = make(
         options.policy, experts.n_rows, experts.n_expert, frequency=options.frequency, balanced=options.balancer
     )
-    residency = Residency(experts, policy, sync_moves=options.sync_moves)
+    residency = Residency(experts, policy, sync_moves=options.sync_moves, stream_experts=options.stream_experts)
     try:
         keep = options.hot_set and bool(residency.n_slots.any())
         hot = _last_run(context, notices) if keep else None
@@ -278,7 +283,9 @@ def _open_drafter(
     stack.enter_context(draft)
     n_ctx = min(context.n_ctx, draft.n_ctx_train) if draft.n_ctx_train else context.n_ctx
     fields = {"n_rs_seq": options.draft_max} if draft.is_recurrent else {}
-    own = Context(draft, n_ctx=n_ctx, n_threads=context.n_threads, attach=False, params=fields)
+    own = Context(
+        draft, n_ctx=n_ctx, n_threads=context.n_threads, attach=False, keep_graphs=DRAFT_WIDTHS, params=fields
+    )
     stack.enter_context(own)
     return GgufDraft(own, context.model, context_shift=options.context_shift)
 

@@ -18,7 +18,9 @@ WAITED = 0.1
 
 @dataclass(frozen=True)
 class Sample:
-    """What the layers did since the last reading; all arrays [n hybrid rows], times in seconds, 0 where nobody takes them."""
+    """What the layers did since the last reading, cold on the CPU and hot on the device.
+
+    All arrays [n hybrid rows]; times in seconds, 0 where nobody takes them."""
 
     n_calls: NDArray[np.float64]
     cold_experts: NDArray[np.float64]
@@ -56,6 +58,8 @@ class Meter:
         "n_cold_pairs",
         "n_hot_experts",
         "n_hot_pairs",
+        "n_streamed_experts",
+        "n_streamed_pairs",
         "us_launch",
         "us_cold",
         "us_wait",
@@ -77,4 +81,7 @@ class Meter:
         last = np.zeros_like(now) if self._last is None else self._last
         delta = (now - np.where((now < last).any(axis=1, keepdims=True), 0.0, last)).T
         self._last = now
-        return Sample(*delta[:5], *(delta[5:] * 1e-6))
+        calls, cold, cold_pairs, hot, hot_pairs, streamed, streamed_pairs = delta[:7]
+        # what was streamed missed its slot, but it was the device that computed it
+        work = (calls, cold - streamed, cold_pairs - streamed_pairs, hot + streamed, hot_pairs + streamed_pairs)
+        return Sample(*work, *(delta[7:] * 1e-6))

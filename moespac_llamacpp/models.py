@@ -301,10 +301,12 @@ class Context:
         attach: bool = True,
         execution: str = "auto",
         perf: bool = False,
+        keep_graphs: int = 0,
         params: Mapping[str, Any] | None = None,
     ) -> None:
         """n_ctx: 0 for the trained length. n_threads: for single tokens and batches alike, None for the cores there are.
-        execution: of the layers with experts, a name of native.EXECUTIONS. params: further fields of llama_context_params, such
+        execution: of the layers with experts, a name of native.EXECUTIONS. keep_graphs: without `attach`, up to which batch width
+        a graph is kept for each (attached contexts keep theirs). params: further fields of llama_context_params, such
         as type_k, type_v, flash_attn_type.
 
         LoadError: no memory, the model has no MoE layers, or none that has this execution (with `attach`). ValueError: there is
@@ -333,6 +335,8 @@ class Context:
         self.experts: native.Experts | None = None
         self.n_past = 0
         self._logits_at, self._views = 0, dict[int, NDArray[np.float32]]()
+        if keep_graphs and not attach:
+            native.keep_graphs(self.pointer, keep_graphs)
         if attach:
             try:
                 self.experts = native.Experts(self.pointer, device, execution=execution, perf=perf)

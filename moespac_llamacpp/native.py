@@ -20,6 +20,9 @@ _lib = llama_cpp.llama_cpp._lib
 
 COLD, UPLOADING, RESIDENT = 0, 1, 2  # enum llama_moe_expert_state
 
+#: Experts of a row that may cross the link during a decode, at most (GGML_MOE_STREAM_MAX_VICTIMS).
+MAX_STREAMED = 8
+
 #: enum llama_moe_execution by name
 EXECUTIONS = {"auto": 0, "portable": 1, "in-stream": 2}
 
@@ -77,10 +80,12 @@ class _Params(ctypes.Structure):
         ("pool_threads", ctypes.c_int32),
         ("timeout_ms", ctypes.c_int32),
         ("max_batch_tokens", ctypes.c_int32),
+        ("stream_experts", ctypes.c_int32),
         ("own_kernels", ctypes.c_bool),
         ("cache_graphs", ctypes.c_bool),
         ("perf", ctypes.c_bool),
         ("whole_layers", ctypes.c_bool),
+        ("prompt_lane", ctypes.c_bool),
     )
 
 
@@ -94,6 +99,7 @@ class _RowInfo(ctypes.Structure):
         ("hybrid", ctypes.c_bool),
         ("in_stream", ctypes.c_bool),
         ("whole", ctypes.c_bool),
+        ("streams", ctypes.c_bool),
         ("pinned", ctypes.c_bool),
         ("fallback", ctypes.c_char_p),
         ("portable", ctypes.c_char_p),
@@ -111,11 +117,14 @@ class _PerfData(ctypes.Structure):
         ("n_cold_experts", ctypes.c_int64),
         ("n_loads", ctypes.c_int64),
         ("n_load_bytes", ctypes.c_int64),
+        ("n_streamed_experts", ctypes.c_int64),
+        ("n_streamed_pairs", ctypes.c_int64),
         ("us_plan", ctypes.c_double),
         ("us_launch", ctypes.c_double),
         ("us_cold", ctypes.c_double),
         ("us_wait", ctypes.c_double),
         ("us_total", ctypes.c_double),
+        ("us_stream", ctypes.c_double),
         ("us_hot", ctypes.c_double),
         ("us_rest", ctypes.c_double),
     )
@@ -148,6 +157,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "llama_moe_default_params": (_Params, []),
     "llama_moe_attach": (_int32, [_void_p, _Params]),
     "llama_moe_detach": (_int32, [_void_p]),
+    "llama_moe_keep_graphs": (_int32, [_void_p, _int32]),
     "llama_moe_error": (_char_p, []),
     "llama_moe_n_rows": (_int32, [_void_p]),
     "llama_moe_n_expert": (_int32, [_void_p]),
@@ -157,6 +167,8 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "llama_moe_failure": (_char_p, [_void_p]),
     "llama_moe_inject_pool_fault": (_int32, [_void_p, _int32, _int32]),
     "llama_moe_pool_threads": (_int32, [_void_p]),
+    "llama_moe_set_streaming": (_int32, [_void_p, _int32, ctypes.c_bool]),
+    "llama_moe_set_values": (_int32, [_void_p, ctypes.POINTER(ctypes.c_float)]),
     "llama_moe_device_bytes": (_int64, [_void_p]),
     "llama_moe_load": (_int32, [_void_p, _int32, _int32]),
     "llama_moe_evict": (_int32, [_void_p, _int32, _int32]),
@@ -170,6 +182,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "llama_moe_perf": (_int32, [_void_p, _int32, ctypes.POINTER(_PerfData)]),
     "llama_moe_perf_reset": (_int32, [_void_p, ctypes.c_bool]),
     "llama_moe_graph_stats": (None, [_void_p, ctypes.POINTER(_int64), ctypes.POINTER(_int64)]),
+    "llama_moe_prompt_bytes": (None, [_void_p, *[ctypes.POINTER(_int64)] * 4]),
     "llama_moe_host_bytes": (None, [_void_p, ctypes.POINTER(_int64), ctypes.POINTER(_int64)]),
     "llama_moe_kernel_isa": (_char_p, []),
     "llama_moe_set_kernel_limit": (_int32, [_int32]),
@@ -358,6 +371,13 @@ def set_kernel_limit(level: int) -> int:
     return int(_f["llama_moe_set_kernel_limit"](level))
 
 
+def keep_graphs(ctx: Any, max_tokens: int) -> None:
+    """A llama_context to which no Experts are attached keeps a graph for each batch width up to max_tokens; 0: no longer.
+
+    MoeError: Experts are attached, or another number than 0 to 512."""
+    _check(_f["llama_moe_keep_graphs"](ctypes.cast(ctx, _void_p), max_tokens))
+
+
 # ----------------------------------------------------------------------------------------------------------------------------
 # residency
 
@@ -368,7 +388,7 @@ class Row:
 
     `whole`: all experts are resident, and it takes llama.cpp's own path with the slots as weights. `fallback` says why the block
     takes that path with the weights on the host, "" if it runs hybrid; `portable` why a hybrid block is not computed
-    in-stream, "" if it is."""
+    in-stream, "" if it is; `streams`: its experts can cross the link during a decode (Experts.set_streaming)."""
 
     row: int
     il: int
@@ -379,6 +399,7 @@ class Row:
     hybrid: bool
     in_stream: bool
     whole: bool
+    streams: bool
     pinned: bool
     fallback: str
     portable: str
@@ -398,11 +419,14 @@ class Perf:
     n_cold_experts: int = 0
     n_loads: int = 0
     n_load_bytes: int = 0
+    n_streamed_experts: int = 0
+    n_streamed_pairs: int = 0
     us_plan: float = 0.0
     us_launch: float = 0.0
     us_cold: float = 0.0
     us_wait: float = 0.0
     us_total: float = 0.0
+    us_stream: float = 0.0
     us_hot: float = 0.0
     us_rest: float = 0.0
 
@@ -437,6 +461,9 @@ class Experts:
     pool_threads: in-stream, how many threads compute the cold experts; 0: the context's n_threads, less the cores that must stay
     free. timeout_ms: in-stream, a layer's CPU part that takes longer has failed (see `failure`).
     whole_layers: a row whose experts are all resident takes llama.cpp's own path, with the slots as its weights.
+    stream_experts: see `set_streaming`.
+    prompt_lane: in-stream, batches over max_batch_tokens take what is resident from the slots, and the rest over the link
+    meanwhile, at the price of device memory for all experts of one layer; else llama.cpp's own path copies all that they use.
     """
 
     def __init__(
@@ -448,10 +475,12 @@ class Experts:
         pool_threads: int = 0,
         timeout_ms: int = 10_000,
         max_batch_tokens: int = 32,
+        stream_experts: int = 0,
         own_kernels: bool = True,
         cache_graphs: bool = True,
         perf: bool = False,
         whole_layers: bool = True,
+        prompt_lane: bool = True,
     ) -> None:
         params = _f["llama_moe_default_params"]()
         params.device = device.pointer if device else None
@@ -459,10 +488,12 @@ class Experts:
         params.pool_threads = pool_threads
         params.timeout_ms = timeout_ms
         params.max_batch_tokens = max_batch_tokens
+        params.stream_experts = stream_experts
         params.own_kernels = own_kernels
         params.cache_graphs = cache_graphs
         params.perf = perf
         params.whole_layers = whole_layers
+        params.prompt_lane = prompt_lane
         self._ctx = ctypes.cast(ctx, _void_p)
         self._callback_error: BaseException | None = None
         self._takes_times = perf
@@ -489,6 +520,7 @@ class Experts:
             hybrid=info.hybrid,
             in_stream=info.in_stream,
             whole=info.whole,
+            streams=info.streams,
             pinned=info.pinned,
             fallback=(info.fallback or b"").decode(),
             portable=(info.portable or b"").decode(),
@@ -513,6 +545,20 @@ class Experts:
 
         MoeError UNSUPPORTED: "in-stream" was asked for, and no layer can."""
         _check(_f["llama_moe_set_execution"](self._ctx, check_execution(execution)))
+
+    def set_streaming(self, max_experts: int, *, always: bool = False) -> None:
+        """In-stream: during a decode up to max_experts (0 to MAX_STREAMED) cold experts of a row cross the link into slots whose
+        residents the batch does not use, and stay there. How many pays follows from measured rates; `always`: it is not asked.
+        Not while a decode is in flight. MoeError INVALID_ARGUMENT: another number."""
+        _check(_f["llama_moe_set_streaming"](self._ctx, max_experts, always))
+
+    def set_values(self, values: NDArray[Any]) -> None:
+        """[n_rows, n_expert]: when experts cross the link, residents of least value make room; of equal values, those that were
+        used longest ago. From any thread; counts from the next decode on. ValueError: another shape."""
+        table = np.ascontiguousarray(values, np.float32)
+        if table.shape != (self.n_rows, self.n_expert):
+            raise ValueError(f"values have shape {table.shape}, it must be ({self.n_rows}, {self.n_expert})")
+        _check(_f["llama_moe_set_values"](self._ctx, table.ctypes.data_as(ctypes.POINTER(ctypes.c_float))))
 
     def failure(self) -> str:
         """Why the last decode failed after llama_decode had returned, "" if it did not. Waits for the decode.
@@ -628,6 +674,13 @@ class Experts:
         self._takes_times = self._takes_times if times is None else times
         _check(_f["llama_moe_perf_reset"](self._ctx, self._takes_times))
         self.n_perf_resets += 1
+
+    def prompt_bytes(self) -> tuple[int, int, int, int]:
+        """Bytes that the prompt lane has copied: (from slots, from host memory, of these before their layer's choice was known,
+        of these last what it did not choose)."""
+        n = [_int64() for _ in range(4)]
+        _f["llama_moe_prompt_bytes"](self._ctx, *map(ctypes.byref, n))
+        return n[0].value, n[1].value, n[2].value, n[3].value
 
     def graph_stats(self) -> tuple[int, int]:
         """(decodes that found their graph ready, decodes that built one) since attach."""

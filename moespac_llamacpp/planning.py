@@ -132,6 +132,14 @@ class Warm(Protocol):
         """Starts from such a table."""
 
 
+@runtime_checkable
+class Valued(Protocol):
+    """A policy that lets decodes stream experts into slots (native.Experts.set_streaming): it says which residents to keep."""
+
+    def worth(self) -> Table | None:
+        """[n_rows, n_expert], in any unit: residents of least worth make room. None: nothing is known yet."""
+
+
 def within(moves: list[Move], expert_bytes: NDArray[np.int64], n_bytes: float) -> list[Move]:
     """The first moves that take no more than n_bytes together. expert_bytes: [n_rows]."""
     if not moves:

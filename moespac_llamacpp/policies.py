@@ -81,6 +81,9 @@ class Decayed:
     def plan(self, resident: NDArray[np.bool_], limits: Limits) -> list[Move]:
         return plan_moves(self.score, resident, limits.n_slots, limits.max_moves, self.hysteresis)
 
+    def worth(self) -> Table:
+        return self.score
+
     def use(self) -> Table:
         return self.prior.mean()
 

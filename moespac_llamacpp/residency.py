@@ -28,12 +28,14 @@ from moespac_llamacpp.hotset import HotSet
 from moespac_llamacpp.memory import BlockSize
 from moespac_llamacpp.metering import EVERY as METER_EVERY
 from moespac_llamacpp.metering import Meter
-from moespac_llamacpp.planning import Warm, within
+from moespac_llamacpp.planning import Valued, Warm, within
 from moespac_llamacpp.policies import Batch, Limits, Move, Policy
 from moespac_llamacpp.spac import MoeSpac
 from moespac_llamacpp.window import LinkWindow
 from moespac_llamacpp.worker import Job, Worker
 
+#: Experts of a layer that a decode may stream, see native.Experts.set_streaming.
+STREAM_EXPERTS = 8
 #: Less than this says nothing of a link's rate.
 MEASURABLE_BYTES = 1 << 20
 
@@ -68,10 +70,13 @@ class Residency:
         overlap: bool = True,
         sync_moves: bool = False,
         resplit: bool = True,
+        stream_experts: int = STREAM_EXPERTS,
     ) -> None:
         """max_moves: for one plan and what is expected after it together; None: what the link has time for (window.py).
         overlap False: all of it in the caller's thread, the moves of a plan started at once. sync_moves: the ablation without
-        asynchrony, in which the step waits for its moves (and nothing overlaps). resplit False: layers keep their slots."""
+        asynchrony, in which the step waits for its moves (and nothing overlaps). resplit False: layers keep their slots.
+        stream_experts: so many experts of a layer may cross the link in the middle of a decode, where the execution can do that
+        and the policy says which residents make room (planning.Valued)."""
         self.experts = experts
         self.policy = policy
         self.max_moves = max_moves
@@ -106,6 +111,7 @@ class Residency:
         self._bytes_left = 0.0
         self._n_plans = 0
         self._complete = False
+        experts.set_streaming(stream_experts if isinstance(policy, Valued) else 0)
 
     @property
     def complete(self) -> bool:
@@ -333,6 +339,9 @@ class Residency:
         self.window.on_the_way(float(np.count_nonzero(states == native.UPLOADING, axis=1) @ self.expert_bytes))
         resident = states != native.COLD
         moves = self.policy.plan(resident, limits)
+        worth = self.policy.worth() if isinstance(self.policy, Valued) else None
+        if worth is not None:
+            self.experts.set_values(worth)
         if limits.window is not None:  # also for policies that know nothing of a link
             moves = within(moves, self.expert_bytes, limits.window * self.rates.link_bytes)
         return moves

@@ -48,6 +48,9 @@ class ByRecency:
     def expect(self, tokens: Sequence[int]) -> None:
         pass
 
+    def worth(self) -> Table:
+        return self.recency.last
+
 
 class Fiddler:
     """Popularity: the experts that were used most on calibration data, placed once. Fiddler (arXiv 2402.07033).
@@ -119,12 +122,15 @@ class MoeInfinity:
         pass
 
     def plan(self, resident: NDArray[np.bool_], limits: Limits) -> list[Move]:
+        return plan_moves(self.worth(), resident, limits.n_slots, limits.max_moves, 0.0)
+
+    def worth(self) -> Table:
         score = self.current
         if len(self.past):
             norm = np.linalg.norm(self.past, axis=1) + 1e-9
             match = self.past[int(np.argmax(self.past @ self.current.ravel() / norm))]
             score = score + self.weight * match.reshape(score.shape)
-        return plan_moves(score, resident, limits.n_slots, limits.max_moves, 0.0)
+        return score
 
 
 class HybriMoe:
@@ -149,3 +155,6 @@ class HybriMoe:
 
     def plan(self, resident: NDArray[np.bool_], limits: Limits) -> list[Move]:
         return plan_moves(self.value, resident, limits.n_slots, limits.max_moves, 0.0)
+
+    def worth(self) -> Table:
+        return self.value

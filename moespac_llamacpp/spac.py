@@ -38,6 +38,7 @@ class MoeSpac:
         self.split: balancer.Split | None = None  # of the last plan
         self._demand: Demand | None = None
         self._n_plans = 0
+        self._score: Table | None = None  # of the last plan
 
     def observe(self, batch: Batch) -> None:
         self.estimator.observe(batch)
@@ -49,7 +50,7 @@ class MoeSpac:
         estimator = self.estimator
         if isinstance(estimator, TokenMemory) and len(limits.n_slots):
             estimator.n_slots = max(1, int(limits.n_slots.max()))
-        score = estimator.score()
+        self._score = score = estimator.score()
         self._n_plans += 1
         if self._n_plans % DEMAND_EVERY == 0:
             self._demand = self._demand or Demand(len(score))
@@ -91,6 +92,9 @@ class MoeSpac:
     def demand(self) -> NDArray[np.float64] | None:
         """[n_rows]: how many experts of each layer tau would make resident if slots could go anywhere; None: not known yet."""
         return None if self._demand is None else self._demand.mean
+
+    def worth(self) -> Table | None:
+        return self._score
 
     def use(self) -> Table | None:
         """Expected use of each expert by a token, to start another run from; None: the estimator keeps no such thing."""

@@ -10,6 +10,8 @@ through the vocabulary of another one. Contenders, each with a context of its ow
     upstream 0L     all experts in host memory, computed by the CPU
     upstream LL     the experts of the last L layers in VRAM: the fewest layers that take at least the bytes of a hybrid share
     detached        a context that was attached and is no more: must equal upstream 0L
+    hybrid S sN     the same with up to N experts of a layer streamed in the middle of a decode (--stream; the first number is for
+                    `hybrid S` itself)
     hybrid S        the share S of each layer's experts in slots, moved between steps by the policy, as in generation; executed as
                     the device does it by itself (in-stream on CUDA)
     portable S      the same by the portable execution, if the device's own is another one (--portable names the shares)
@@ -55,7 +57,7 @@ from numpy.typing import NDArray
 from moespac_llamacpp import models, native
 from moespac_llamacpp.memory import slots_for_share
 from moespac_llamacpp.policies import Decayed, Static
-from moespac_llamacpp.residency import Residency, block_sizes
+from moespac_llamacpp.residency import STREAM_EXPERTS, Residency, block_sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 KV_LIMIT = (
@@ -297,7 +299,12 @@ def replayed(counts: NDArray[np.int32], wanted: NDArray[np.int16]) -> tuple[int,
 
 
 def compare(
-    plain: models.Context, hybrid: models.Context, share: float, chain: int, trace: NDArray[np.int16] | None
+    plain: models.Context,
+    hybrid: models.Context,
+    share: float,
+    chain: int,
+    trace: NDArray[np.int16] | None,
+    stream: int = 0,
 ) -> Check:
     """Decodes the same batches in both, with the residents changing in between."""
     experts = hybrid.experts
@@ -305,7 +312,9 @@ def compare(
     check = Check(share)
     found = total = 0
     for n in CHECK_WIDTHS:
-        residency = Residency(experts, Decayed(experts.n_rows, experts.n_expert), max_moves=UNLIMITED)
+        residency = Residency(
+            experts, Decayed(experts.n_rows, experts.n_expert), max_moves=UNLIMITED, stream_experts=stream
+        )
         plain.clear()
         hybrid.clear()
         experts.reset_perf()
@@ -396,7 +405,9 @@ def guard(bench: Bench) -> None:
     upstream = bench.named("upstream 0L").context
     for c in bench.contenders:
         if c.residency and c.context.experts:
-            checks.append(compare(upstream, c.context, bench.shares[c.name], bench.chain, bench.trace))
+            checks.append(
+                compare(upstream, c.context, bench.shares[c.name], bench.chain, bench.trace, bench.streams[c.name])
+            )
     for check in checks:
         judge(check, args)
         layers = (
@@ -436,6 +447,7 @@ class Bench:
             self.trace = np.load(path)["experts"]
         self.contenders: list[Contender] = []
         self.shares: dict[str, float] = {}
+        self.streams: dict[str, int] = {}
         self.main_share = args.mixed_share
         self.layer_bytes = expert_layer_bytes(args.model)
         self.report: dict[str, Any] = {"machine": machine(self.device, args)}
@@ -466,7 +478,7 @@ class Bench:
         return self.stack.enter_context(made)
 
     def attached(
-        self, share: float, *, cache_graphs: bool = True, execution: str = "auto"
+        self, share: float, *, cache_graphs: bool = True, execution: str = "auto", stream: int | None = None
     ) -> tuple[models.Context, Residency]:
         """A context with the share of each layer's experts in slots, and live moves."""
         context = self.context(self.base)
@@ -478,7 +490,8 @@ class Bench:
                 raise SystemExit(f"bench_hybrid: row {row.row} does not run hybrid: {row.fallback}")
         experts.set_slots(slots_for_share(block_sizes(experts), share))
         policy = Decayed(experts.n_rows, experts.n_expert, decay=self.args.decay, hysteresis=self.args.hysteresis)
-        return context, Residency(experts, policy, max_moves=self.args.max_moves)
+        n = self.args.stream[0] if stream is None else stream
+        return context, Residency(experts, policy, max_moves=self.args.max_moves, stream_experts=n)
 
     def add(self, contender: Contender) -> Contender:
         self.contenders.append(contender)
@@ -506,15 +519,16 @@ def enter_contenders(bench: Bench) -> None:
             bench.add(Contender(f"upstream {len(chosen)}L", bench.context(model), expert_bytes=size))
     if args.memory != "pinned":
         return
-    wanted = [(share, "auto", f"hybrid {share:g}") for share in args.shares]
-    wanted += [(share, "portable", f"portable {share:g}") for share in args.portable]
-    for share, execution, name in wanted:
-        context, residency = bench.attached(share, execution=execution)
+    wanted = [(share, "auto", f"hybrid {share:g}", args.stream[0]) for share in args.shares]
+    wanted += [(s, "auto", f"hybrid {s:g} s{n}", n) for n in args.stream[1:] for s in args.shares if 0 < s < 1]
+    wanted += [(share, "portable", f"portable {share:g}", 0) for share in args.portable]
+    for share, execution, name, stream in wanted:
+        context, residency = bench.attached(share, execution=execution, stream=stream)
         if execution == "portable" and not bench.named(f"hybrid {args.shares[0]:g}").in_stream():
             context.close()
             break  # the device's own is the portable one
         size = sum(r.n_slots * r.expert_bytes for r in residency.experts.rows())
-        bench.shares[name] = share
+        bench.shares[name], bench.streams[name] = share, stream
         contender = bench.add(Contender(name, context, residency, size))
         contender.fill(4, bench.chain, math.ceil(bench.chain / 4) if share else 0)
     context, residency = bench.attached(bench.main_share)
@@ -596,6 +610,7 @@ def activity(experts: native.Experts, steps: int) -> dict[str, Any]:
         "cold_experts_per_layer": perf.n_cold_experts / max(1, perf.n_calls),
         "uploads_per_step": perf.n_loads / steps,
         "upload_mb_per_step": perf.n_load_bytes / 1e6 / steps,
+        "streamed_per_layer": perf.n_streamed_experts / max(1, perf.n_calls),
     }
 
 
@@ -610,9 +625,9 @@ def layer_times(c: Contender, n: int, chain: int, steps: int) -> dict[str, Any]:
     experts.reset_perf(times=False)
     total = sum((p for _, p in perfs.values()), native.Perf())
     calls = max(1, total.n_calls)
-    cold_bytes = sum(p.n_cold_experts * r.expert_bytes for r, p in perfs.values())
+    cold_bytes = sum((p.n_cold_experts - p.n_streamed_experts) * r.expert_bytes for r, p in perfs.values())
     cold_us = total.us_launch + total.us_cold
-    names = ("us_plan", "us_launch", "us_cold", "us_wait", "us_hot", "us_rest", "us_total")
+    names = ("us_plan", "us_launch", "us_cold", "us_wait", "us_stream", "us_hot", "us_rest", "us_total")
     return {
         "layer_us": {name[3:]: getattr(total, name) / calls for name in names}
         | {"gap": (sum(decode) * 1e6 - total.us_total) / calls},
@@ -635,6 +650,7 @@ def measure_mixed(bench: Bench, threads: int) -> list[dict[str, Any]]:
         )
         candidate.fill(max(args.mixed), bench.chain, 8)
         residency.policy = Static()
+        residency.experts.set_streaming(0)
         candidates.append(candidate)
     set_threads(candidates, threads)
 
@@ -745,7 +761,7 @@ def output(*command: str) -> str:
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     head = (
         f"{'thr':>3} {'n':>3} {'contender':<14} {'step':>8} {'min':>8} {'p90':>8} {'decode':>8} {'policy':>6} | "
-        f"{'hits':>5} {'hot':>5} {'cold':>5} {'up':>5} {'MB':>6} | "
+        f"{'hits':>5} {'hot':>5} {'cold':>5} {'strm':>5} {'up':>5} {'MB':>6} | "
         f"{'plan':>5} {'launch':>6} {'cold':>6} {'hot':>6} {'wait':>6} {'rest':>6} {'total':>6} {'gap':>6} {'GB/s':>5}"
     )
     print(head)
@@ -759,6 +775,7 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
             us = r["layer_us"]
             line += (
                 f" {r['hit_rate']:5.3f} {r['hot_experts_per_layer']:5.1f} {r['cold_experts_per_layer']:5.1f} "
+                f"{r['streamed_per_layer']:5.2f} "
                 f"{r['uploads_per_step']:5.1f} {r['upload_mb_per_step']:6.1f} | {us['plan']:5.1f} {us['launch']:6.1f} "
                 f"{us['cold']:6.1f} {us['hot']:6.1f} {us['wait']:6.1f} {us['rest']:6.1f} {us['total']:6.1f} {us['gap']:6.1f} "
                 f"{r['cold_gb_s']:5.1f}"
@@ -827,6 +844,12 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--max-moves", type=int, default=60, help="uploads started per step")
     p.add_argument("--decay", type=float, default=0.955, help="fading of the counts per decoded token")
     p.add_argument("--hysteresis", type=float, default=0.5)
+    p.add_argument(
+        "--stream",
+        type=numbers(int),
+        default=[STREAM_EXPERTS, 0],
+        help="experts of a layer that may be streamed during a decode; further numbers: contenders of their own",
+    )
     p.add_argument(
         "--mixed", type=numbers(int), default=[1, 5, 3, 9], help="widths that alternate; empty: leave that out"
     )

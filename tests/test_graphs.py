@@ -148,7 +148,8 @@ def test_prompts_in_between_do_not_cost_the_verify_widths_their_graphs(twin: Twi
     built = twin.built
     for n in (40, 1, 40, 5, 40, 40, 5, 1):
         twin.step(n)
-    assert twin.built == built
+    own = 4 if twin.experts.prompt_bytes()[1] else 0  # a prompt that is staged has a graph of its own (moe-prompt.h)
+    assert twin.built == built + own
 
 
 def test_more_widths_than_are_kept_stay_right(twin: Twin) -> None:

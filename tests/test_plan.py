@@ -16,7 +16,7 @@ import pytest
 import lowlevel
 import parity
 from moespac_llamacpp import Moespac, native
-from moespac_llamacpp.commands.options import LoadOptions
+from moespac_llamacpp.commands.options import Execution, LoadOptions
 from moespac_llamacpp.commands.session import session
 from moespac_llamacpp.draft import DraftError
 from moespac_llamacpp.machine import host_memory
@@ -129,11 +129,25 @@ def test_a_containers_limit_counts_and_its_page_cache_does_not(tmp_path: Path) -
 # --- against what is allocated ---------------------------------------------------------------------------------------------
 
 
-def test_the_slots_are_those_of_the_plan_and_take_what_it_says() -> None:
+@pytest.mark.parametrize(("execution", "vram"), [("auto", 4), ("in-stream", 12)])
+def test_the_slots_are_those_of_the_plan_and_take_what_it_says(execution: str, vram: int) -> None:
+    """In-stream, prompts take memory for the experts of a layer, beside the slots."""
     device = native.cpu_device()
-    load = LoadOptions(TARGET, threads=1, device="CPU", vram="4M", draft_model=DRAFT, draft_max=4, draft_fixed=True)
+    load = LoadOptions(
+        TARGET,
+        threads=1,
+        device="CPU",
+        vram=f"{vram}M",
+        draft_model=DRAFT,
+        draft_max=4,
+        draft_fixed=True,
+        execution=Execution(execution),
+    )
     with session(load) as decoder:
-        plan = plan_pair(Pair(TARGET, DRAFT, draft_max=4), device, Wishes(vram=4 * MIB))
+        plan = plan_pair(Pair(TARGET, DRAFT, draft_max=4, execution=execution), device, Wishes(vram=vram * MIB))
+        if execution == "in-stream":
+            layer = max(block.n_expert * block.expert_bytes for block in plan.blocks)
+            assert plan.target.lane >= layer
         assert decoder.context.experts is not None
         rows = decoder.context.experts.rows()
         assert [row.n_slots for row in rows] == plan.slots and 0 < plan.n_slots < plan.n_experts

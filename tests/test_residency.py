@@ -86,6 +86,12 @@ class FakeExperts:
         self._touched("publish")
         return 0
 
+    def set_streaming(self, max_experts: int) -> None:
+        self._touched("set_streaming")
+
+    def set_values(self, values: np.ndarray) -> None:
+        assert values.shape == self.table.shape
+
     def sync(self) -> None:
         self.log.append("sync")
         self.table[self.table == native.UPLOADING] = native.RESIDENT

@@ -12,7 +12,7 @@ import llama_cpp
 from moespac_llamacpp import native
 from moespac_llamacpp.bench import hardware, stock
 from moespac_llamacpp.decoder import Decoder
-from moespac_llamacpp.draft import Drafter, GgufDraft, NgramDraft, NoDraft
+from moespac_llamacpp.draft import DRAFT_WIDTHS, Drafter, GgufDraft, NgramDraft, NoDraft
 from moespac_llamacpp.memory import slots_for_bytes
 from moespac_llamacpp.models import Context, Model
 from moespac_llamacpp.policies import make as make_policy
@@ -64,7 +64,7 @@ class Worker:
         del stock._log[:]
         free = self.device.memory[0]
         model = Model(path, experts_device=self.device)
-        self.drafts[name] = Context(model, n_ctx=n_ctx, n_batch=n_batch, attach=False)
+        self.drafts[name] = Context(model, n_ctx=n_ctx, n_batch=n_batch, attach=False, keep_graphs=DRAFT_WIDTHS)
         answer = {"buffers": stock.buffers(), "device_bytes": free - self.device.memory[0]}
         stock.warm_up(self.drafts[name].decode, n_ctx)
         return answer

@@ -116,6 +116,12 @@ class LoadOptions:
         bool, typer.Option("--no-balancer", help="Ablation: no threshold, whatever the slots hold moves.")
     ] = False
     sync_moves: Annotated[bool, typer.Option("--sync-moves", help="Ablation: each step waits for its uploads.")] = False
+    stream_experts: Annotated[
+        int,
+        typer.Option(
+            "--stream-experts", min=0, max=8, help="Experts of a layer that may cross the link in the middle of a step."
+        ),
+    ] = 8
     no_hot_set: Annotated[
         bool,
         typer.Option("--no-hot-set", help="Do not start with the experts that the last run left, nor leave any."),

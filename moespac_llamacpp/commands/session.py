@@ -49,6 +49,7 @@ def settle(load: LoadOptions) -> Options:
         frequency=not load.no_frequency,
         balancer=not load.no_balancer,
         sync_moves=load.sync_moves,
+        stream_experts=load.stream_experts,
         hot_set=not load.no_hot_set,
         flash_attn=load.flash_attn.value if load.flash_attn else None,
         cache_type_k=load.cache_type_k,

@@ -58,11 +58,15 @@ extern "C" {
         int32_t execution;          // enum llama_moe_execution
         int32_t pool_threads;       // in-stream: threads for the CPU part; 0: the context's n_threads, less the cores that must stay free
         int32_t timeout_ms;         // in-stream: a layer's CPU part that takes longer has failed
-        int32_t max_batch_tokens;   // 1 to 512: batches of up to this many tokens run hybrid, larger ones take upstream's path
+        int32_t max_batch_tokens;   // 1 to 512: batches of up to this many tokens run hybrid; for larger ones see prompt_lane
+        int32_t stream_experts;     // in-stream: so many experts of a row may cross the link during a decode and be computed on the device, 0 to 8
         bool    own_kernels;        // cold lane: our multi-column kernels where they exist, else ggml's vec_dot
         bool    cache_graphs;       // keep one graph (and its compute buffers) per batch width, so that a change costs nothing
         bool    perf;               // take times; counters of pairs and experts are always taken
         bool    whole_layers;       // a row whose experts are all resident takes upstream's path, with the slots as its weights
+        bool    prompt_lane;        // in-stream: batches over max_batch_tokens are computed on the device, with what is resident from the slots
+                                    // and the rest copied from page-locked memory meanwhile. It takes device memory for all experts of
+                                    // one layer. Otherwise, and in rows that cannot, they take upstream's path, which copies every expert in use
     };
 
     // what a row is
@@ -75,6 +79,7 @@ extern "C" {
         bool    hybrid;
         bool    in_stream;      // the in-stream execution computes it now (batches of up to 32 tokens)
         bool    whole;          // every expert is resident, each in the slot of its number: upstream's path, with the slots as weights
+        bool    streams;        // in-stream: experts of the row can cross the link during a decode
         bool    pinned;         // the experts' host memory is page-locked for the device (uploads at full link speed)
         const char * fallback;  // why the row takes upstream's path; "" if it runs hybrid
         const char * portable;  // why a hybrid row is not computed in-stream; "" if it is
@@ -91,12 +96,15 @@ extern "C" {
         int64_t n_cold_experts;
         int64_t n_loads;        // uploads that landed
         int64_t n_load_bytes;
+        int64_t n_streamed_experts; // of the cold ones, those that crossed the link during the decode; the others were computed by the CPU
+        int64_t n_streamed_pairs;
         double  us_plan;        // splitting the pairs
         double  us_launch;      // portable: starting the device lane (thread 0)
         double  us_cold;        // cold lane (portable: after the launch; in-stream: from the request on, with us_plan)
         double  us_wait;        // portable: the CPU waiting for the device after the cold lane; in-stream: the device waiting for the pool
         double  us_total;       // in-stream: from publish to the end of join, by the device's clock
-        double  us_hot;         // in-stream: from publish to join, by the device's clock
+        double  us_stream;      // in-stream: from publish until what was streamed had arrived, by the device's clock
+        double  us_hot;         // in-stream: from there, or from publish, to join
         double  us_rest;        // in-stream: from join to the next layer's publish
     };
 
@@ -117,6 +125,10 @@ extern "C" {
     // Frees all device memory of the feature; the context is upstream's again. A no-op when nothing is attached.
     LLAMA_API int32_t llama_moe_detach(struct llama_context * ctx);
 
+    // For a context to which nothing is attached (a draft model's, dense or not): one graph and its compute buffers per batch width up to
+    // max_tokens are kept, so that changing the width costs nothing. 0: no longer. ALREADY_ATTACHED: attaching keeps graphs too.
+    LLAMA_API int32_t llama_moe_keep_graphs(struct llama_context * ctx, int32_t max_tokens);
+
     // The sentence for the last error of this thread.
     LLAMA_API const char * llama_moe_error(void);
 
@@ -135,7 +147,14 @@ extern "C" {
     // without anybody having waited for the failed one fails too.
     LLAMA_API const char * llama_moe_failure(struct llama_context * ctx);
 
-    // Bytes that slots, the lane's buffers and the graphs kept per width take on the device now.
+    // The stream lane of the in-stream execution. While the CPU computes cold experts of a row, up to max_experts others cross the link into
+    // slots whose residents the batch does not use, and stay there. How many pays is decided by measured rates (always: it is not
+    // asked). Residents of least value make room, of equal values those used longest ago. values[n_rows][n_expert]; may be set while a
+    // decode is in flight, also from another thread; it counts from the next decode on.
+    LLAMA_API int32_t llama_moe_set_streaming(struct llama_context * ctx, int32_t max_experts, bool always);
+    LLAMA_API int32_t llama_moe_set_values   (struct llama_context * ctx, const float * values);
+
+    // Bytes that slots, the lanes' buffers and the graphs kept per width take on the device now.
     LLAMA_API int64_t llama_moe_device_bytes(const struct llama_context * ctx);
 
     // Starts an upload into a free slot and returns at once. The expert stays cold until a publish after the upload landed.
@@ -166,6 +185,10 @@ extern "C" {
 
     // How often a decode found its graph ready, and how often one had to be built, since attach.
     LLAMA_API void llama_moe_graph_stats(const struct llama_context * ctx, int64_t * n_reused, int64_t * n_built);
+
+    // Bytes that the prompt lane has copied since it was opened: from slots; from host memory; of these before the layer's choice was
+    // known; and of these last those that it did not choose.
+    LLAMA_API void llama_moe_prompt_bytes(const struct llama_context * ctx, int64_t * from_slots, int64_t * over_link, int64_t * ahead, int64_t * in_vain);
 
     // Bytes of the GGUF's experts that live in host memory, and of these the page-locked ones.
     LLAMA_API void llama_moe_host_bytes(const struct llama_context * ctx, int64_t * total, int64_t * pinned);

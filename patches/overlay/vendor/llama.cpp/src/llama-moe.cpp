@@ -18,7 +18,7 @@ static int32_t fail(int32_t status, const std::string & message) {
 }
 
 static llama_moe_state * state_of(const llama_context * ctx) {
-    return ctx ? ctx->moe.get() : nullptr;
+    return ctx && ctx->moe && !ctx->moe->graphs_only ? ctx->moe.get() : nullptr;
 }
 
 static int32_t not_attached() {
@@ -53,6 +53,10 @@ static std::string expert_at(int32_t row, int32_t expert) {
     return "expert " + std::to_string(expert) + " of row " + std::to_string(row);
 }
 
+static std::string streamed_out_of_range(int n) {
+    return std::to_string(n) + " experts of a row shall be streamed, it must be from 0 to " + std::to_string(GGML_MOE_STREAM_MAX_VICTIMS);
+}
+
 struct llama_moe_params llama_moe_default_params(void) {
     return {
         /*.device           =*/ nullptr,
@@ -60,10 +64,12 @@ struct llama_moe_params llama_moe_default_params(void) {
         /*.pool_threads     =*/ 0,
         /*.timeout_ms       =*/ 10000,
         /*.max_batch_tokens =*/ 32,
+        /*.stream_experts   =*/ 0,
         /*.own_kernels      =*/ true,
         /*.cache_graphs     =*/ true,
         /*.perf             =*/ false,
         /*.whole_layers     =*/ true,
+        /*.prompt_lane      =*/ true,
     };
 }
 
@@ -75,7 +81,7 @@ int32_t llama_moe_attach(llama_context * ctx, llama_moe_params params) {
     if (!ctx) {
         return fail(LLAMA_MOE_INVALID_ARGUMENT, "the context is NULL");
     }
-    if (ctx->moe) {
+    if (state_of(ctx)) {
         return fail(LLAMA_MOE_ALREADY_ATTACHED, "per-expert residency is attached to this context already");
     }
     if (params.max_batch_tokens < 1 || params.max_batch_tokens > 512) {
@@ -89,6 +95,9 @@ int32_t llama_moe_attach(llama_context * ctx, llama_moe_params params) {
     }
     if (params.timeout_ms < 1) {
         return fail(LLAMA_MOE_INVALID_ARGUMENT, "timeout_ms is " + std::to_string(params.timeout_ms) + ", it must be at least 1");
+    }
+    if (params.stream_experts < 0 || params.stream_experts > GGML_MOE_STREAM_MAX_VICTIMS) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, streamed_out_of_range(params.stream_experts));
     }
     std::string error;
     int32_t status;
@@ -115,6 +124,31 @@ int32_t llama_moe_detach(llama_context * ctx) {
     llama_synchronize(ctx);
     try {
         ctx->moe_detach();
+    } catch (const std::exception & e) {
+        return fail(LLAMA_MOE_FAILED, e.what());
+    }
+    return LLAMA_MOE_OK;
+}
+
+int32_t llama_moe_keep_graphs(llama_context * ctx, int32_t max_tokens) {
+    if (!ctx) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, "the context is NULL");
+    }
+    if (state_of(ctx)) {
+        return fail(LLAMA_MOE_ALREADY_ATTACHED, "per-expert residency is attached to this context: it keeps graphs already");
+    }
+    if (max_tokens < 0 || max_tokens > 512) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, "graphs of up to " + std::to_string(max_tokens) + " tokens shall be kept, it must be from 0 to 512");
+    }
+    llama_synchronize(ctx);
+    try {
+        ctx->moe_detach();
+        if (max_tokens > 0) {
+            llama_moe_params params = llama_moe_default_params();
+            params.max_batch_tokens = max_tokens;
+            ctx->moe.reset(new llama_moe_state(*ctx, params));
+            ctx->moe->graphs_only = true;
+        }
     } catch (const std::exception & e) {
         return fail(LLAMA_MOE_FAILED, e.what());
     }
@@ -155,6 +189,7 @@ int32_t llama_moe_row(const llama_context * ctx, int32_t row, llama_moe_row_info
         info->whole         = info->hybrid && l->whole;
         info->in_stream     = info->hybrid && !info->whole && st->stream_on && l->stream_reason.empty();
         info->portable      = info->hybrid && !info->whole && !info->in_stream ? (l->stream_reason.empty() ? "a thread of the pool hangs" : l->stream_reason.c_str()) : "";
+        info->streams       = info->in_stream && st->stream->streams(*l);
         info->pinned        = l->pinned;
         info->fallback      = l->fallback_now.empty() && st->device_failed ? DEVICE_FAILED : l->fallback_now.c_str();
         info->kernel        = l->kernels.c_str();
@@ -189,6 +224,44 @@ int32_t llama_moe_set_execution(llama_context * ctx, int32_t execution) {
     std::string error;
     const int32_t status = st->set_execution(execution, error);
     return status == LLAMA_MOE_OK ? status : fail(status, error);
+}
+
+int32_t llama_moe_set_streaming(llama_context * ctx, int32_t max_experts, bool always) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    if (st->in_flight) {
+        return in_flight();
+    }
+    if (max_experts < 0 || max_experts > GGML_MOE_STREAM_MAX_VICTIMS) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, streamed_out_of_range(max_experts));
+    }
+    st->params.stream_experts = max_experts;
+    if (st->stream) {
+        st->stream->set_streaming(max_experts, always);
+    }
+    return LLAMA_MOE_OK;
+}
+
+int32_t llama_moe_set_values(llama_context * ctx, const float * values) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    if (st->stream) {
+        st->stream->set_values(values);
+    }
+    return LLAMA_MOE_OK;
+}
+
+void llama_moe_prompt_bytes(const llama_context * ctx, int64_t * from_slots, int64_t * over_link, int64_t * ahead, int64_t * in_vain) {
+    const llama_moe_state * st = state_of(ctx);
+    const bool any = st && st->prompt;
+    *from_slots = any ? st->prompt->bytes.from_slots : 0;
+    *over_link  = any ? st->prompt->bytes.over_link  : 0;
+    *ahead      = any ? st->prompt->bytes.ahead      : 0;
+    *in_vain    = any ? st->prompt->bytes.in_vain    : 0;
 }
 
 const char * llama_moe_failure(llama_context * ctx) {

@@ -227,6 +227,17 @@ int moe_residency::publish(moe_slots & s) {
     return n;
 }
 
+void moe_residency::replace(moe_slots & s, int slot, int expert) {
+    if (s.slot_of[expert] < 0) {
+        evict(s, expert); // its upload may have begun meanwhile
+    }
+    std::lock_guard<std::mutex> lock(mutex);
+    int32_t & left = s.slot_of[s.slots[slot].expert];
+    left = left == slot ? -1 : left; // with several ubatches it may have come back elsewhere
+    s.slots[slot]     = { expert, moe_slots::PUBLISHED };
+    s.slot_of[expert] = slot;
+}
+
 void moe_residency::sync() {
     std::unique_lock<std::mutex> lock(mutex);
     done.wait(lock, [this] { return queue.empty() && n_copying == 0; });

@@ -3,10 +3,10 @@
 // Slots and moves: which expert lies in which slot, and the thread that uploads.
 //
 // Four invariants (tests/test_moves.py breaks each on purpose):
-//  1. a slot is never written while the published map points to it: uploads go to free slots only, and a slot becomes free
-//     only when the map has dropped it;
-//  2. an expert of the batch in flight is never evicted: the map changes between decodes only (the caller of evict, publish
-//     and resize sees to that);
+//  1. a slot is never written while a kernel may find it by the published map: uploads go to free slots only, and a slot becomes free
+//     only when the map has dropped it; a decode that streams writes slots whose experts it does not use, in its own order;
+//  2. an expert of the batch in flight is never evicted: the host changes the map between decodes only (the caller of evict, publish
+//     and resize sees to that), and a decode that streams experts itself spares those of its batch (moe-stream);
 //  3. host memory keeps every expert: an eviction forgets a slot and copies nothing;
 //  4. an upload that does not happen changes nothing but speed.
 
@@ -59,6 +59,7 @@ public:
     int32_t load   (const moe_block & block, moe_slots & s, int expert); // llama_moe_status
     int32_t evict  (moe_slots & s, int expert);
     int     publish(moe_slots & s);
+    void    replace(moe_slots & s, int slot, int expert); // a decode has put the expert into a published slot; the slot's own is cold now
     void    sync();
     void    states(const moe_slots & s, uint8_t * out) const; // enum llama_moe_expert_state
     void    load_stats(const moe_slots & s, int64_t & n_loads, int64_t & n_bytes) const;

@@ -22,6 +22,7 @@ llama_moe_state::llama_moe_state(llama_context & ctx, const llama_moe_params & p
 
 llama_moe_state::~llama_moe_state() {
     residency.reset(); // its thread may be writing into slots
+    prompt.reset();    // its copies read slots
     stream.reset();    // so may the pool's into buffers
     graphs.restore();
 }
@@ -30,9 +31,13 @@ void llama_moe_state_deleter::operator()(llama_moe_state * state) const {
     delete state;
 }
 
-void llama_moe_state::new_epoch() {
+static uint64_t next_epoch() {
     static std::atomic<uint64_t> next{1};
-    epoch = next++;
+    return next++;
+}
+
+void llama_moe_state::new_epoch() {
+    epoch = lasting_epoch = next_epoch();
 }
 
 // all graphs that there are hold what is no longer so
@@ -329,8 +334,35 @@ int32_t llama_moe_state::set_execution(int32_t execution, std::string & error) {
     }
     params.execution = execution;
     stream_on = stream != nullptr;
+    open_prompt_lane();
     changed_graphs();
     return LLAMA_MOE_OK;
+}
+
+// No memory for it, or layers that it does not cover, cost speed only.
+void llama_moe_state::open_prompt_lane() {
+    if (!stream) {
+        prompt.reset();
+    }
+    if (!stream || prompt || !params.prompt_lane || (int) ctx.cparams.n_ubatch <= params.max_batch_tokens) {
+        return;
+    }
+    auto lane = std::make_unique<moe_prompt>(*this, device->dev);
+    bool any = false;
+    for (auto & l : layers) {
+        l->prompt_reason.clear();
+        if (lane->supports(*l, l->prompt_reason)) {
+            any = true;
+        } else if (l->block.hybrid() && l->stream_reason.empty()) { // else it has been said
+            LLAMA_LOG_INFO("moe: prompts take llama.cpp's own path in layer %d: %s\n", l->block.il, l->prompt_reason.c_str());
+        }
+    }
+    std::string error;
+    if (any && lane->init((int) ctx.cparams.n_ubatch, error)) {
+        prompt = std::move(lane);
+    } else if (any) {
+        LLAMA_LOG_WARN("moe: prompts take llama.cpp's own path, which does not use the slots: %s\n", error.c_str());
+    }
 }
 
 // from one decode to the next, when the pool has failed or is there again
@@ -384,7 +416,9 @@ void llama_moe_state::begin_decode() {
         use_stream(stream->ready());
     }
     graphs.restore(); // memory updates work on the context's own graph
-    log.begin_decode();
+    if (!graphs_only) {
+        log.begin_decode();
+    }
 }
 
 // after a decode in-stream, whatever ended it
@@ -404,7 +438,19 @@ void llama_moe_state::begin_ubatch(const llama_ubatch & ubatch) {
     if (params.cache_graphs && !ctx.cparams.warmup) {
         graphs.select((int) ubatch.n_tokens);
     }
+    if (graphs_only) {
+        return;
+    }
     log.begin_ubatch((int) ubatch.n_tokens, ubatch.output);
+
+    bool staged = false;
+    for (const auto & l : layers) {
+        staged = staged || may_be_staged(*l, (int) ubatch.n_tokens);
+    }
+    epoch = staged ? next_epoch() : lasting_epoch;
+    if (staged) {
+        prompt->begin_ubatch();
+    }
 
     bool in_stream = false;
     for (const auto & l : layers) {
@@ -461,6 +507,9 @@ bool llama_moe_state::cpu_idles(int n_tokens) const {
 bool llama_moe_state::end_ubatch() {
     n_reused += ctx.n_reused - reused_before; // not the counter itself: llama_perf_context_reset zeroes it
     restore_threads();
+    if (graphs_only) {
+        return true;
+    }
     const int n_tokens = log.n_tokens();
     std::vector<bool> on_device(rows.size(), false);
     std::vector<int>  in_stream;
@@ -495,6 +544,12 @@ void llama_moe_state::on_synchronize() {
     }
     in_flight = false;
     restore_threads();
+    if (graphs_only) {
+        return;
+    }
+    if (prompt) {
+        prompt->settle();
+    }
     if (stream && !stream->end_decode(failure)) {
         fail(failure);
         poison_outputs();
@@ -505,6 +560,9 @@ void llama_moe_state::on_synchronize() {
         n_used[row] = rows[row] ? rows[row]->block.n_used : 0;
     }
     log.fold(n_used, cropped_rows(), callback, callback_data);
+    if (stream) {
+        stream->adopt();
+    }
 }
 
 // nobody shall take what a failed decode has left for logits
@@ -593,6 +651,15 @@ bool llama_moe_state::runs_in_stream(const moe_layer & l, int n_tokens) const {
     return stream_on && l.stream_reason.empty() && runs_hybrid(l, n_tokens) && n_tokens <= moe_stream::MAX_TOKENS;
 }
 
+bool llama_moe_state::runs_staged(const moe_layer & l, int n_tokens) const {
+    return may_be_staged(l, n_tokens) && !l.lora;
+}
+
+// whatever adapters a graph that is yet to be built will have
+bool llama_moe_state::may_be_staged(const moe_layer & l, int n_tokens) const {
+    return prompt && stream_on && l.prompt_reason.empty() && !l.whole && n_tokens > params.max_batch_tokens;
+}
+
 static bool has_lora(const llm_graph_context & g, const llama_moe_ffn & f) {
     for (const auto & lora : *g.loras) {
         for (ggml_tensor * t : f.tensors) {
@@ -665,6 +732,9 @@ ggml_tensor * llama_moe_state::build(const llm_graph_context & g, llama_moe_ffn 
     if (callback) {
         ggml_build_forward_expand(g.gf, log.copy_weights(g.ctx0, l.block.row, f.weights, (int) g.n_tokens));
     }
+    if (runs_staged(l, (int) g.n_tokens)) {
+        return prompt->build(g, l, f);
+    }
     return nullptr;
 }
 
@@ -710,6 +780,7 @@ int32_t llama_moe_state::set_slots(const int32_t * n_slots, std::string & error)
         }
     }
     if (changed && stream) { // so do the graphs of the context
+        stream->slots_changed();
         changed_graphs();
     }
     if (changed) {
@@ -745,7 +816,7 @@ void llama_moe_state::set_callback(llama_moe_router_callback cb, void * user_dat
 }
 
 int64_t llama_moe_state::device_bytes() const {
-    int64_t n = (int64_t) (device->device_bytes() + graphs.device_bytes(device->dev) + (stream ? stream->device_bytes() : 0));
+    int64_t n = (int64_t) (device->device_bytes() + graphs.device_bytes(device->dev) + (stream ? stream->device_bytes() : 0) + (prompt ? prompt->device_bytes() : 0));
     for (const auto & l : layers) {
         n += l->slots.buf ? (int64_t) ggml_backend_buffer_get_size(l->slots.buf.get()) : 0;
     }

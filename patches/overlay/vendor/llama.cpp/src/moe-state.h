@@ -8,6 +8,7 @@
 #include "moe-device.h"
 #include "moe-graphs.h"
 #include "moe-observe.h"
+#include "moe-prompt.h"
 #include "moe-residency.h"
 #include "moe-stream.h"
 
@@ -62,6 +63,7 @@ struct moe_layer {
     std::string kernels;
     std::string fallback_now;       // block.fallback, or the LoRA sentence
     std::string stream_reason;      // why the layer cannot run in-stream; empty: it can
+    std::string prompt_reason;      // why its prompts are not staged; empty: they can be
 };
 
 struct llama_moe_state {
@@ -100,8 +102,10 @@ struct llama_moe_state {
     llama_moe_params params;
 
     // identifies the topology of graphs built for this state; no two states of a process share one
+    // (one with staged prompts lasts for one ubatch: see ggml-moe-prompt.h)
     uint64_t epoch = 0;
 
+    bool graphs_only   = false; // no layer is looked at: llama_moe_keep_graphs
     bool discovering   = false;
     bool in_flight     = false;
     bool device_failed = false;
@@ -130,6 +134,7 @@ struct llama_moe_state {
 
     std::unique_ptr<moe_stream> stream; // null: no layer can run in-stream
     bool stream_on  = false;            // layers that can, do
+    std::unique_ptr<moe_prompt> prompt; // null: batches over the hybrid width take upstream's path
     bool lane_ready  = false;           // the portable execution has its buffers
     bool lane_failed = false;           // it got none when it was to stand in
 
@@ -139,17 +144,21 @@ private:
     void discover(const llm_graph_context & g, const llama_moe_ffn & f);
     bool runs_hybrid(const moe_layer & l, int n_tokens) const;
     bool runs_in_stream(const moe_layer & l, int n_tokens) const;
+    bool runs_staged(const moe_layer & l, int n_tokens) const;
+    bool may_be_staged(const moe_layer & l, int n_tokens) const;
     bool runs_whole(const moe_layer & l) const;
     bool cpu_idles(int n_tokens) const;
     bool only_experts_on_host() const;
     void restore_threads();
     void use_stream(bool on);
     bool reserve_lane(std::string & error);
+    void open_prompt_lane();
     void count_pairs();
     void poison_outputs();
     std::vector<bool> cropped_rows() const;
     ggml_tensor * build_op(const llm_graph_context & g, moe_layer & l, const llama_moe_ffn & f);
     void new_epoch();
+    uint64_t lasting_epoch = 0; // of all graphs without staged prompts
     void changed_graphs();
 
     int32_t n_threads = 0, n_threads_batch = 0; // the context's, while a decode in-stream has them at 1

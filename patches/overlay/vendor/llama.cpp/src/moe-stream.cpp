@@ -14,6 +14,10 @@
 #include <stdexcept>
 #include <thread>
 
+static constexpr float US_REQUEST = 12.0f; // until the pool has begun, and until the device knows that it has ended
+static constexpr float AGAIN      = 0.08f; // what a further token of an expert costs, over the first (Q4_K; docs/kernels.md)
+static constexpr float US_POOL_BYTE = 1.0f/60000, US_LINK_BYTE = 1.0f/40000; // until they are measured: 60 and 40 GB/s
+
 //
 // the pool's side
 //
@@ -54,6 +58,9 @@ struct moe_stream_client : public moe_pool_client {
         double  us_cold = 0;
     };
     std::vector<times> perf; // by row
+    double work = 0;                // of the request under way: bytes of weights, those of further tokens in proportion to what they cost
+    std::vector<double> us_of_byte; // of the decode's requests, but for the first, which may have woken threads up
+    int n_requests = 0;             // of the decode
 };
 
 bool moe_stream_client::poll() {
@@ -93,6 +100,7 @@ bool moe_stream_client::poll() {
         }
     }
     lane.pairs.resize(n);
+    work = (lane.experts.size() + AGAIN*(n - lane.experts.size()))*block->expert_bytes();
     for (int i = 0; i < n_pairs; i++) {
         if (ids[i] >= 0) {
             lane.pairs[next_of[ids[i]]++] = { i/block->n_used, weights[i] };
@@ -118,7 +126,11 @@ void moe_stream_client::run(int ith, int n_threads, moe_barrier & barrier) {
 }
 
 void moe_stream_client::finish(bool given_up) {
-    perf[block->row].us_cold += moe_now_us() - begin_us;
+    const int64_t us = moe_now_us() - begin_us;
+    perf[block->row].us_cold += us;
+    if (n_requests++ > 0 && us_of_byte.size() < us_of_byte.capacity()) {
+        us_of_byte.push_back(std::max(0.1*us, (double) us - US_REQUEST)/work);
+    }
     if (!given_up) {
         __atomic_store_n(channel.done, seen, __ATOMIC_RELEASE);
     }
@@ -130,6 +142,71 @@ void moe_stream_client::finish(bool given_up) {
 
 static int32_t id_at(const ggml_tensor * ids, int t, int k) {
     return *(const int32_t *) ((const char *) ids->data + t*ids->nb[1] + k*ids->nb[0]);
+}
+
+// as the device's: which cold experts cross the link
+static ggml_moe_stream_picks emulate_picks(const ggml_moe_stream_node & node, const ggml_tensor * ids, const int32_t * map, int n_pairs) {
+    const ggml_moe_stream_channel & ch = *node.channel;
+    const ggml_moe_stream_victim * victims = ch.victims + (size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS;
+    ggml_moe_stream_picks picks = {};
+    std::vector<int> count(node.n_expert);
+    for (int i = 0; i < n_pairs; i++) {
+        count[id_at(ids, i/node.n_used, i % node.n_used)]++;
+    }
+    int n_victims = 0;
+    for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
+        if (victims[v].slot >= 0 && count[victims[v].expert] == 0) {
+            picks.victim[n_victims++] = v;
+        }
+    }
+    std::vector<int> cold;
+    int n_cold_pairs = 0;
+    for (int e = 0; e < node.n_expert; e++) {
+        if (count[e] > 0 && map[e] < 0) {
+            cold.push_back(e);
+            n_cold_pairs += count[e];
+        }
+    }
+    std::stable_sort(cold.begin(), cold.end(), [&](int a, int b) { return count[a] > count[b]; });
+    const int   n_cold = (int) cold.size();
+    const float bytes  = (float) node.expert_bytes;
+    const float first  = ch.rates[GGML_MOE_STREAM_POOL]*bytes;
+    const float more   = ch.rates[GGML_MOE_STREAM_POOL_TOKEN]*bytes;
+    float pool = ch.rates[GGML_MOE_STREAM_REQUEST] + n_cold*first + (n_cold_pairs - n_cold)*more;
+    float best = std::max(ch.rates[GGML_MOE_STREAM_HOT], pool);
+    for (int i = 0; i < std::min(n_victims, n_cold); i++) {
+        const float device = ch.rates[GGML_MOE_STREAM_HOT] + (i + 1)*ch.rates[GGML_MOE_STREAM_LINK]*bytes;
+        if (device > best) {
+            break;
+        }
+        pool -= first + (count[cold[i]] - 1)*more;
+        picks.expert[i] = cold[i];
+        const float end = std::max(device, i + 1 < n_cold ? pool : 0.0f);
+        if (end <= best) {
+            best    = end;
+            picks.n = i + 1;
+        }
+    }
+    for (int i = 0; i < picks.n; i++) {
+        for (int p = 0; p < node.n_parts; p++) {
+            const ggml_moe_stream_part & part = node.parts[p];
+            memcpy(part.slots + victims[picks.victim[i]].slot*part.size, part.host + picks.expert[i]*part.size, part.size);
+        }
+    }
+    return picks;
+}
+
+static void emulate_placement(const ggml_moe_stream_node & node) {
+    const ggml_moe_stream_channel & ch = *node.channel;
+    const size_t row = (size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS;
+    for (int i = 0; i < ch.picks->n; i++) {
+        ggml_moe_stream_victim & v = ch.victims[row + ch.picks->victim[i]];
+        node.map[v.expert] = -1;
+        v.expert = ch.picks->expert[i];
+        node.map[v.expert] = v.slot;
+        ch.victims_told[row + ch.picks->victim[i]] = v;
+    }
+    ch.n_streamed[node.row] = ch.n_streamed_device[node.row] += ch.picks->n;
 }
 
 static void emulate_publish(ggml_tensor * dst, int ith, int n_threads, void * user_data) {
@@ -149,10 +226,21 @@ static void emulate_publish(ggml_tensor * dst, int ith, int n_threads, void * us
     float   * weights = (float   *) dst->data + n_pairs*GGML_MOE_STREAM_WEIGHT;
     int32_t * cold    = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_COLD;
 
+    ggml_moe_stream_picks & picks = *ch.picks;
+    picks = node.n_parts > 0 ? emulate_picks(node, ids, map, n_pairs) : ggml_moe_stream_picks();
+    auto slot_of = [&](int e) {
+        for (int i = 0; i < picks.n; i++) {
+            if (picks.expert[i] == e) {
+                return ch.victims[(size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[i]].slot;
+            }
+        }
+        return map[e];
+    };
+
     // ggml-cpu's product knows no id -1: a cold pair gets a published slot (or the first, which is zero), and join leaves it out
     int32_t some_slot = 0;
     for (int i = 0; i < n_pairs; i++) {
-        some_slot = std::max(some_slot, map[id_at(ids, i/node.n_used, i % node.n_used)]);
+        some_slot = std::max(some_slot, slot_of(id_at(ids, i/node.n_used, i % node.n_used)));
     }
     bool any_cold = false;
     for (int t = 0; t < n_tokens; t++) {
@@ -161,8 +249,8 @@ static void emulate_publish(ggml_tensor * dst, int ith, int n_threads, void * us
             const int   i   = t*node.n_used + k;
             const int   e   = id_at(ids, t, k);
             const float raw = *(const float *) ((const char *) w->data + t*w->nb[2] + k*w->nb[1]);
-            cold[i]    = map[e] < 0;
-            slots[i]   = cold[i] ? some_slot : map[e];
+            cold[i]    = slot_of(e) < 0;
+            slots[i]   = cold[i] ? some_slot : slot_of(e);
             weights[i] = node.scale ? raw*node.scale[e] : raw;
             own_cold   = own_cold || cold[i];
             ch.ids[i]     = cold[i] ? e : -1;
@@ -221,6 +309,9 @@ static void emulate_join(ggml_tensor * dst, int ith, int n_threads, void * user_
     const int32_t * cold    = (const int32_t *) published->data + n_pairs*GGML_MOE_STREAM_COLD;
     const int chunk = n_chunks > 0 ? (int) dst->src[0]->ne[2] : 1;
     bool waited = false;
+    if (node.n_parts > 0) {
+        emulate_placement(node);
+    }
     for (int t = 0; t < (int) dst->ne[1]; t++) {
         float * sum = (float *) ((char *) dst->data + t*dst->nb[1]);
         std::fill(sum, sum + node.n_embd, 0.0f);
@@ -250,8 +341,11 @@ static void emulate_join(ggml_tensor * dst, int ith, int n_threads, void * user_
 // which layers
 //
 
-static const ggml_moe_stream_api * api_of(ggml_backend_dev_t dev) {
+const ggml_moe_stream_api * moe_stream_api_of(ggml_backend_dev_t dev, int & index) {
     ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(dev);
+    for (size_t i = 0; reg && i < ggml_backend_reg_dev_count(reg); i++) {
+        index = ggml_backend_reg_dev_get(reg, i) == dev ? (int) i : index;
+    }
     auto get = reg ? ggml_backend_reg_get_proc_address(reg, "ggml_moe_stream") : nullptr;
     return (const ggml_moe_stream_api *) get;
 }
@@ -260,11 +354,8 @@ static bool is_cpu(ggml_backend_dev_t dev) {
     return ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU;
 }
 
-moe_stream::moe_stream(llama_moe_state & st, ggml_backend_dev_t dev) : st(st), dev(dev), api(api_of(dev)) {
-    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(dev);
-    for (size_t i = 0; reg && i < ggml_backend_reg_dev_count(reg); i++) {
-        device_index = ggml_backend_reg_dev_get(reg, i) == dev ? (int) i : device_index;
-    }
+moe_stream::moe_stream(llama_moe_state & st, ggml_backend_dev_t dev) : st(st), dev(dev) {
+    api = moe_stream_api_of(dev, device_index);
 }
 
 moe_stream::~moe_stream() {
@@ -364,7 +455,12 @@ bool moe_stream::init(std::string & error) {
     const size_t o_x       = place(sizeof(float)*n_max*n_embd);
     const size_t o_out     = place(sizeof(float)*n_max*n_embd);
     const size_t o_clock   = place(sizeof(uint64_t)*4*n_rows);
-    const size_t o_maps    = place(sizeof(int32_t)*n_expert*n_rows);
+    const size_t o_told    = place(sizeof(ggml_moe_stream_victim)*GGML_MOE_STREAM_MAX_VICTIMS*n_rows);
+    const size_t o_streamed = place(sizeof(uint32_t)*n_rows);
+    const size_t n_maps    = (size_t) n_expert*n_rows; // 32-bit words, here and below
+    const size_t n_victims = sizeof(ggml_moe_stream_victim)/sizeof(int32_t)*GGML_MOE_STREAM_MAX_VICTIMS*n_rows;
+    const size_t n_control = n_maps + n_victims + GGML_MOE_STREAM_N_RATES;
+    const size_t o_control = place(sizeof(int32_t)*n_control);
     c.buf.reset(ggml_backend_buft_alloc_buffer(st.device->host_buft, size));
     // CUDA's host buffer type silently gives pageable memory where it cannot lock any: kernels must not be given that
     if (!c.buf || (api && ggml_backend_buffer_get_type(c.buf.get()) != st.device->host_buft)) {
@@ -375,8 +471,10 @@ bool moe_stream::init(std::string & error) {
     memset(base, 0, size);
 
     ctx.reset(ggml_init({ ggml_tensor_overhead()*3, nullptr, true }));
-    ggml_tensor * state = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, 64);
-    maps  = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_expert, n_rows);
+    constexpr int N_STATE = 64;
+    static_assert(sizeof(ggml_moe_stream_picks) <= sizeof(int32_t)*(N_STATE - 16), "the picks lie behind the sequence number");
+    ggml_tensor * state = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, N_STATE + n_rows);
+    control = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, n_control);
     scale = scaled ? ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, n_expert, n_rows) : nullptr;
     buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_dev_buffer_type(dev)));
     if (!buf) {
@@ -385,8 +483,18 @@ bool moe_stream::init(std::string & error) {
     }
     ggml_backend_buffer_clear(buf.get(), 0);
     ggml_backend_buffer_set_usage(buf.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-    maps_host = (int32_t *) (base + o_maps);
-    std::fill(maps_host, maps_host + (size_t) n_expert*n_rows, -1);
+    maps_host    = (int32_t *) (base + o_control);
+    victims_host = (ggml_moe_stream_victim *) (maps_host + n_maps);
+    rates_host   = (float *) (maps_host + n_maps + n_victims);
+    std::fill(maps_host, maps_host + n_maps + n_victims, -1);
+    values.assign(n_maps, 0.0f);
+    last_used.assign(n_maps, 0);
+    streamed_before.assign(n_rows, 0);
+    us_hot.assign(MAX_TOKENS + 1, 0.0f);
+    us_pool_byte = US_POOL_BYTE;
+    us_link_byte = US_LINK_BYTE;
+    c.us_of_byte.reserve(n_rows);
+    max_streamed = st.params.stream_experts;
 
     ggml_moe_stream_channel & ch = c.channel;
     ch.header  = (uint64_t *) (base + o_header);
@@ -397,7 +505,13 @@ bool moe_stream::init(std::string & error) {
     ch.x       =               base + o_x;
     ch.out     = (float    *) (base + o_out);
     ch.clock   = (uint64_t *) (base + o_clock);
+    ch.n_streamed   = (uint32_t *) (base + o_streamed);
+    ch.victims_told = (ggml_moe_stream_victim *) (base + o_told);
     ch.state   = (uint32_t *) state->data;
+    ch.picks   = (ggml_moe_stream_picks *) (ch.state + 16);
+    ch.n_streamed_device = ch.state + N_STATE;
+    ch.victims = (ggml_moe_stream_victim *) ((int32_t *) control->data + n_maps);
+    ch.rates   = (const float *) ((int32_t *) control->data + n_maps + n_victims);
     c.timeout_us  = (int64_t) st.params.timeout_ms*1000;
     constexpr int64_t WATCHED_US = 1000000;
     if (api && api->has_watchdog(device_index) && c.timeout_us > WATCHED_US) {
@@ -414,6 +528,8 @@ bool moe_stream::init(std::string & error) {
         node.n_used        = b.n_used;
         node.weight_before = b.weight_before;
         node.channel       = &c.channel;
+        node.n_expert      = n_expert;
+        node.map           = (int32_t *) control->data + (size_t) row*n_expert;
         if (b.row >= 0) {
             const bool q8_K = c.lane.one_input(b) && b.n_embd % 256 == 0 && moe_cpu_type_traits()(b.host[MOE_GATE]->type)->vec_dot_type == GGML_TYPE_Q8_K;
             node.input = q8_K ? GGML_MOE_STREAM_Q8_K : GGML_MOE_STREAM_F32;
@@ -427,6 +543,8 @@ bool moe_stream::init(std::string & error) {
         node.kind = GGML_MOE_STREAM_JOIN;
         c.join_nodes.push_back(node);
     }
+
+    slots_changed();
 
     n_cores = moe_pool::usable_cores();
     pool    = moe_pool::of_process();
@@ -457,6 +575,10 @@ size_t moe_stream::device_bytes() const {
     return buf ? ggml_backend_buffer_get_size(buf.get()) : 0;
 }
 
+ggml_tensor * moe_stream::scale_of(ggml_context * ctx0, const moe_block & b) const {
+    return ggml_view_1d(ctx0, scale, b.n_expert, b.row*scale->nb[1]);
+}
+
 void moe_stream::reset_times() {
     std::fill(client->perf.begin(), client->perf.end(), moe_stream_client::times());
 }
@@ -466,7 +588,9 @@ void moe_stream::add_times(moe_layer & l) const {
     const uint64_t * clock = client->channel.clock + l.block.row*4;
     llama_moe_perf_data & perf = l.perf;
     if (clock[0] && clock[1] >= clock[0] && clock[2] >= clock[1]) {
-        perf.us_hot   += (clock[1] - clock[0])*1e-3;
+        const bool streamed = client->channel.n_streamed[l.block.row] != streamed_before[l.block.row] && clock[3] > clock[0] && clock[3] <= clock[1];
+        perf.us_stream += streamed ? (clock[3] - clock[0])*1e-3 : 0.0;
+        perf.us_hot   += (clock[1] - (streamed ? clock[3] : clock[0]))*1e-3;
         perf.us_wait  += (clock[2] - clock[1])*1e-3;
         perf.us_total += (clock[2] - clock[0])*1e-3;
         // until the next row's publish
@@ -485,22 +609,40 @@ void moe_stream::add_times(moe_layer & l) const {
 // decodes
 //
 
-// Maps change between decodes only, when the device has been synchronised: neither side is in use. The copy is the stream's first.
-void moe_stream::upload_maps() {
+// The host changes it between decodes only, when the device has been synchronised: neither side is in use. The copy is the stream's first.
+void moe_stream::upload_control(int n_tokens) {
     const int n_expert = st.log.n_expert;
     for (const moe_layer * l : st.rows) {
         if (l && l->block.hybrid() && l->stream_reason.empty()) {
             std::copy(l->slots.slot_of.begin(), l->slots.slot_of.end(), maps_host + (size_t) l->block.row*n_expert);
         }
     }
-    ggml_backend_tensor_set_async(st.backend_of(dev), maps, maps_host, 0, ggml_nbytes(maps));
+    const int   n   = std::min(n_tokens, MAX_TOKENS);
+    const float hot = us_hot[n] > 0 ? us_hot[n] : 20.0f + 6.0f*n;
+    rates_host[GGML_MOE_STREAM_POOL]       = stream_always ? 1.0f : us_pool_byte;
+    rates_host[GGML_MOE_STREAM_POOL_TOKEN] = AGAIN*rates_host[GGML_MOE_STREAM_POOL];
+    rates_host[GGML_MOE_STREAM_REQUEST]    = US_REQUEST;
+    rates_host[GGML_MOE_STREAM_LINK]       = us_link_byte;
+    rates_host[GGML_MOE_STREAM_HOT]        = hot;
+    ggml_backend_tensor_set_async(st.backend_of(dev), control, maps_host, 0, ggml_nbytes(control));
     map_dirty = false;
 }
 
 void moe_stream::begin_ubatch(int n_tokens) {
-    if (map_dirty) {
-        upload_maps();
+    if (!running) { // the ubatches of a decode are under way together
+        if (max_streamed > 0) {
+            choose_victims();
+        }
+        if (map_dirty || max_streamed > 0) {
+            upload_control(n_tokens);
+        }
+        n_ubatches = 0;
+        client->us_of_byte.clear();
+        client->n_requests = 0;
+        std::copy_n(client->channel.n_streamed, streamed_before.size(), streamed_before.begin());
     }
+    n_ubatches++;
+    n_tokens_last = n_tokens;
     client->n_threads = grow_pool(n_tokens);
     for (size_t row = 0; row < clock_before.size(); row++) {
         clock_before[row] = __atomic_load_n(&client->channel.clock[row*4 + 2], __ATOMIC_ACQUIRE);
@@ -539,6 +681,9 @@ bool moe_stream::end_decode(std::string & failure) {
     const ggml_moe_stream_channel & ch = client->channel;
     switch (__atomic_load_n(ch.failed, __ATOMIC_ACQUIRE)) {
         case GGML_MOE_STREAM_OK:
+            if (n_ubatches == 1) {
+                learn(n_tokens_last);
+            }
             return true;
         case GGML_MOE_STREAM_NO_ANSWER:
             failure = "the CPU threads did not answer within " + std::to_string(ch.timeout_ns/1000000) + " ms";
@@ -565,13 +710,168 @@ bool moe_stream::ready() {
 }
 
 //
+// stream lane
+//
+
+// What crosses the link is read by the device from where the model lies, in pieces of 16 bytes.
+bool moe_stream::streams(const moe_layer & l) const {
+    const int n_slots = (int) l.slots.slots.size();
+    bool can = l.block.hybrid() && l.stream_reason.empty() && n_slots > 0 && n_slots < l.block.n_expert; // else each expert has a slot of its own
+    for (int p = 0; can && p < MOE_N_PARTS; p++) {
+        if (const ggml_tensor * t = l.block.host[p]) {
+            can = l.block.expert_stride(p) % 16 == 0 && (!api || ggml_backend_buffer_get_type(t->buffer) == st.device->host_buft);
+        }
+    }
+    return can;
+}
+
+void moe_stream::slots_changed() {
+    for (const moe_layer * l : st.rows) {
+        if (!l || client->blocks[l->block.row].row < 0) {
+            continue;
+        }
+        for (auto * nodes : { &client->publish_nodes, &client->join_nodes }) {
+            ggml_moe_stream_node & node = (*nodes)[l->block.row];
+            node.n_parts      = 0;
+            node.expert_bytes = l->block.expert_bytes();
+            for (int p = 0; p < MOE_N_PARTS && streams(*l); p++) {
+                if (l->block.host[p]) {
+                    node.parts[node.n_parts++] = { l->block.expert_data(p, 0), (char *) l->slots.tensors[p]->data, l->block.expert_stride(p) };
+                }
+            }
+        }
+    }
+}
+
+void moe_stream::set_streaming(int max_experts, bool always) {
+    max_streamed  = max_experts;
+    stream_always = always;
+    for (size_t i = 0; i < st.rows.size()*GGML_MOE_STREAM_MAX_VICTIMS; i++) {
+        victims_host[i].slot = -1;
+    }
+    map_dirty = true;
+}
+
+void moe_stream::set_values(const float * v) {
+    std::lock_guard<std::mutex> lock(values_mutex);
+    std::copy_n(v, values.size(), values.begin());
+}
+
+// Of each layer the residents of least value, of equal ones those that were used longest ago.
+void moe_stream::choose_victims() {
+    struct candidate {
+        float   value;
+        int64_t used;
+        int32_t slot;
+        int32_t expert;
+        bool operator<(const candidate & other) const {
+            return value != other.value ? value < other.value : used != other.used ? used < other.used : slot < other.slot;
+        }
+    };
+    std::vector<candidate> found;
+    std::lock_guard<std::mutex> lock(values_mutex);
+    for (const moe_layer * l : st.rows) {
+        if (!l || client->blocks[l->block.row].row < 0 || client->publish_nodes[l->block.row].n_parts == 0) {
+            continue;
+        }
+        found.clear();
+        const size_t at = (size_t) l->block.row*st.log.n_expert;
+        for (int e = 0; e < l->block.n_expert; e++) {
+            if (l->slots.slot_of[e] >= 0) {
+                found.push_back({ values[at + e], last_used[at + e], l->slots.slot_of[e], e });
+            }
+        }
+        const int n = std::min((int) found.size(), max_streamed);
+        std::partial_sort(found.begin(), found.begin() + n, found.end());
+        ggml_moe_stream_victim * victims = victims_host + (size_t) l->block.row*GGML_MOE_STREAM_MAX_VICTIMS;
+        for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
+            victims[v] = v < n ? ggml_moe_stream_victim{ found[v].slot, found[v].expert } : ggml_moe_stream_victim{ -1, -1 };
+        }
+    }
+    std::copy_n(victims_host, st.rows.size()*GGML_MOE_STREAM_MAX_VICTIMS, client->channel.victims_told);
+}
+
+void moe_stream::adopt() {
+    if (max_streamed == 0) {
+        return;
+    }
+    const ggml_moe_stream_channel & ch = client->channel;
+    n_decodes++;
+    for (moe_layer * l : st.rows) {
+        if (!l || client->blocks[l->block.row].row < 0) {
+            continue;
+        }
+        const int    row = l->block.row;
+        const size_t at  = (size_t) row*st.log.n_expert;
+        for (int e = 0; e < l->block.n_expert; e++) {
+            last_used[at + e] = st.log.counts[at + e] > 0 ? n_decodes : last_used[at + e];
+        }
+        const uint32_t n = ch.n_streamed[row] - streamed_before[row];
+        if (n == 0) {
+            continue;
+        }
+        l->perf.n_streamed_experts += n;
+        streamed_before[row] += n;
+        map_dirty = true;
+        for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
+            const ggml_moe_stream_victim told = ch.victims_told[(size_t) row*GGML_MOE_STREAM_MAX_VICTIMS + v];
+            if (told.slot >= 0 && l->slots.slots[told.slot].expert != told.expert) {
+                st.residency->replace(l->slots, told.slot, told.expert);
+                l->perf.n_streamed_pairs += st.log.counts[at + told.expert];
+            }
+        }
+    }
+}
+
+// The rates that publish decides by, from the device's clock and the pool's.
+void moe_stream::learn(int n_tokens) {
+    constexpr float GAIN = 0.2f;
+    auto follow = [](float & mean, double measured) {
+        mean = mean == 0 ? (float) measured : mean + GAIN*((float) measured - mean);
+    };
+    std::vector<double> & us = client->us_of_byte;
+    if (!us.empty()) { // the median: a thread that was pushed aside says nothing about the others
+        std::nth_element(us.begin(), us.begin() + us.size()/2, us.end());
+        follow(us_pool_byte, us[us.size()/2]);
+    } else { // nobody asks a pool that seems slow: forget that slowly
+        us_pool_byte += 0.02f*(US_POOL_BYTE - us_pool_byte);
+    }
+    double us_hot_sum = 0, us_link = 0, link_bytes = 0;
+    int n_hot = 0;
+    for (size_t row = 0; api && row < st.rows.size(); row++) {
+        const uint64_t * clock = client->channel.clock + row*4;
+        if (client->blocks[row].row < 0 || clock[0] == 0 || clock[1] < clock[0]) {
+            continue;
+        }
+        const uint32_t n = client->channel.n_streamed[row] - streamed_before[row];
+        const bool streamed = n > 0 && clock[3] > clock[0] && clock[3] <= clock[1];
+        if (streamed) {
+            us_link    += (clock[3] - clock[0])*1e-3;
+            link_bytes += (double) n*client->blocks[row].expert_bytes();
+        }
+        us_hot_sum += (clock[1] - (streamed ? clock[3] : clock[0]))*1e-3;
+        n_hot++;
+    }
+    if (link_bytes > 0) {
+        follow(us_link_byte, us_link/link_bytes);
+    }
+    if (n_hot > 0 && n_tokens <= MAX_TOKENS) {
+        follow(us_hot[n_tokens], us_hot_sum/n_hot);
+    }
+}
+
+//
 // graph
 //
 
-static ggml_tensor * mark(ggml_tensor * t, uint64_t epoch, const llm_graph_context & g, ggml_backend_t backend, const char * name, int row) {
+void moe_stream_mark(ggml_tensor * t, uint64_t owner) {
     t->op_params[GGML_MOE_STREAM_PARAM]     = GGML_MOE_STREAM_MAGIC_0;
     t->op_params[GGML_MOE_STREAM_PARAM + 1] = GGML_MOE_STREAM_MAGIC_1;
-    memcpy(t->op_params + GGML_MOE_STREAM_OWNER, &epoch, sizeof(epoch));
+    memcpy(t->op_params + GGML_MOE_STREAM_OWNER, &owner, sizeof(owner));
+}
+
+static ggml_tensor * mark(ggml_tensor * t, uint64_t epoch, const llm_graph_context & g, ggml_backend_t backend, const char * name, int row) {
+    moe_stream_mark(t, epoch);
     ggml_format_name(t, "%s-%d", name, row);
     ggml_backend_sched_set_tensor_backend(g.sched, t, backend);
     return t;
@@ -622,7 +922,7 @@ ggml_tensor * moe_stream::build(const llm_graph_context & g, moe_layer & l, cons
     const int n_tokens = (int) f.cur->ne[1];
     ggml_context * ctx0 = g.ctx0;
     ggml_tensor * x = ggml_is_contiguous(f.cur) ? f.cur : ggml_cont(ctx0, f.cur);
-    ggml_tensor * map = ggml_view_1d(ctx0, maps, maps->ne[0], b.row*maps->nb[1]);
+    ggml_tensor * map = ggml_view_1d(ctx0, control, st.log.n_expert, (size_t) b.row*st.log.n_expert*sizeof(int32_t));
     ggml_tensor * args[GGML_MAX_SRC] = { x, f.ids, f.weights, map, st.log.view_ids(ctx0, b.row, b.n_used, n_tokens, (int) g.n_tokens) };
     int n_args = 5;
     if (st.callback) {

@@ -10,6 +10,7 @@
 #include "ggml-moe-stream.h"
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,11 @@ struct moe_layer;
 struct llama_moe_ffn;
 struct llama_moe_state;
 struct moe_stream_client;
+
+// the operations as `dev` has them, and its index in its registry; null: it has none (the CPU emulates them)
+const ggml_moe_stream_api * moe_stream_api_of(ggml_backend_dev_t dev, int & index);
+// makes a GGML_OP_CUSTOM node one of them; `owner`: GGML_MOE_STREAM_OWNER
+void moe_stream_mark(ggml_tensor * t, uint64_t owner);
 
 class moe_stream {
 public:
@@ -39,18 +45,28 @@ public:
     bool ready();                           // may the next decode use it?
     void map_changed() { map_dirty = true; }
 
+    // stream lane
+    void slots_changed();                              // of some layer: other memory, or another number
+    void set_streaming(int max_experts, bool always);  // of a layer in a decode; always: also where the rates speak against it
+    void set_values(const float * values);             // [n_rows][n_expert]: residents of low value make room. From any thread
+    void adopt();                                      // after a decode: what was streamed is resident
+    bool streams(const moe_layer & l) const;
+
     // the layer in the graph; F32 [n_embd, n_tokens]
     ggml_tensor * build(const llm_graph_context & g, moe_layer & l, const llama_moe_ffn & f);
 
     void reset_times();
     void add_times(moe_layer & l) const; // of the last ubatch, and the pool's, to the layer's perf
     size_t device_bytes() const;
+    ggml_tensor * scale_of(ggml_context * ctx0, const moe_block & b) const; // down_scale, on the device: F32 [n_expert]
     moe_pool & threads() { return *pool; }
 
 private:
     int  chunk_of(const moe_layer & l) const; // tokens that the layer's products take at once
     ggml_tensor * hot(const llm_graph_context & g, const moe_layer & l, ggml_tensor * x, ggml_tensor * published, int t0, int n) const;
-    void upload_maps();
+    void upload_control(int n_tokens);
+    void choose_victims();
+    void learn(int n_tokens);
     int  grow_pool(int n_tokens); // to what a batch of so many tokens is given; returns that
 
     llama_moe_state &  st;
@@ -63,12 +79,26 @@ private:
     std::vector<uint64_t> clock_before;        // [n_rows] when each row's join ended before the launch
     bool map_dirty = true;
     bool running   = false;                    // in the decode under way
+    int  n_ubatches = 0;                       // of that decode
+    int  n_tokens_last = 0;                    // of its last ubatch
 
     ggml_context_ptr        ctx;
-    ggml_backend_buffer_ptr buf;      // maps, scales, the sequence number
-    ggml_tensor *           maps  = nullptr; // I32 [n_expert, n_rows]
-    ggml_tensor *           scale = nullptr; // F32 [n_expert, n_rows], null if no layer has any
-    int32_t *               maps_host = nullptr; // the same, page-locked
+    ggml_backend_buffer_ptr buf;      // all that follows, and the sequence number
+    ggml_tensor *           control = nullptr; // I32: maps [n_rows][n_expert], victims [n_rows][MAX_VICTIMS], rates [N_RATES]
+    ggml_tensor *           scale   = nullptr; // F32 [n_expert, n_rows], null if no layer has any
+    int32_t *               maps_host    = nullptr; // the same as control, page-locked
+    ggml_moe_stream_victim * victims_host = nullptr;
+    float *                 rates_host   = nullptr;
+
+    int  max_streamed  = 0;
+    bool stream_always = false;
+    std::mutex             values_mutex;
+    std::vector<float>     values;           // [n_rows][n_expert]
+    std::vector<int64_t>   last_used;        // [n_rows][n_expert], in decodes
+    int64_t                n_decodes = 0;
+    std::vector<uint32_t>  streamed_before;  // [n_rows] when the decode began
+    float                  us_pool_byte = 0, us_link_byte = 0;
+    std::vector<float>     us_hot;           // [tokens], measured, 0: not yet
 
     std::shared_ptr<moe_pool>          pool;
     std::shared_ptr<moe_stream_client> client;

@@ -7,6 +7,11 @@
 //            the tokens concerned to page-locked memory and raises the header's flag.
 //   join     adds up the hot pairs' outputs; if a pair is cold, it waits for the pool and adds what the pool computed.
 //
+// The stream lane: while the pool works, the link would be idle. So publish lets some of the cold experts cross it, into slots whose
+// experts the batch does not need ("victims", named by the host before the decode), and they are hot from then on. How many, follows
+// from the measured rates of both sides: as many as make the layer end soonest, those with most tokens first. Join changes the map, and
+// tells the host; nothing else changes the map during a decode.
+//
 // Both are GGML_OP_CUSTOM nodes that carry GGML_MOE_STREAM_MAGIC in op_params and a ggml_moe_stream_node as user data. A backend that
 // can run them offers `ggml_moe_stream` (ggml_moe_stream_api) through its registry's get_proc_address. The CPU backend runs them by
 // their custom function, which emulates the protocol (src/moe-stream.cpp).
@@ -24,10 +29,13 @@ extern "C" {
 #endif
 
 #define GGML_MOE_STREAM_MAGIC_0 0x4d6f4553
-#define GGML_MOE_STREAM_MAGIC_1 0x74726d31 // the layout of the structs below is part of it: a new layout takes a new number
+#define GGML_MOE_STREAM_MAGIC_1 0x74726d32 // the layout of the structs below is part of it: a new layout takes a new number
 #define GGML_MOE_STREAM_PARAM   14         // index of the magic in op_params; ggml_custom_4d uses the first six
 #define GGML_MOE_STREAM_OWNER   12         // index of a number that no two graphs with different channels share: captured graphs hold
                                            // the channel by value, and are compared by the tensors' bytes
+
+#define GGML_MOE_STREAM_MAX_VICTIMS 8 // of a row
+#define GGML_MOE_STREAM_MAX_PARTS   6 // tensors of an expert
 
 enum ggml_moe_stream_kind {
     GGML_MOE_STREAM_PUBLISH = 0, // (x, ids, weights, map, log of ids[, log of weights]) -> I32 [n_used, n_tokens, 3], see below
@@ -54,6 +62,29 @@ enum ggml_moe_stream_failure {
     GGML_MOE_STREAM_POOL_FAILED = 2, // the pool gave up a computation
 };
 
+// microseconds; of a byte of an expert's weights, where nothing else is said
+enum ggml_moe_stream_rate {
+    GGML_MOE_STREAM_POOL       = 0, // the pool, for the first token
+    GGML_MOE_STREAM_POOL_TOKEN = 1, // for each further one
+    GGML_MOE_STREAM_REQUEST    = 2, // that a request to the pool takes whatever it asks for
+    GGML_MOE_STREAM_LINK       = 3, // the link
+    GGML_MOE_STREAM_HOT        = 4, // that the layer takes on the device anyway
+    GGML_MOE_STREAM_N_RATES    = 8,
+};
+
+struct ggml_moe_stream_victim {
+    int32_t slot;   // -1: none
+    int32_t expert; // that the slot holds
+};
+
+// what publish has decided, for join
+struct ggml_moe_stream_picks {
+    int32_t n;
+    int32_t n_left; // cold experts for the pool
+    int32_t victim[GGML_MOE_STREAM_MAX_VICTIMS]; // index
+    int32_t expert[GGML_MOE_STREAM_MAX_VICTIMS]; // that takes its slot
+};
+
 struct ggml_moe_stream_channel {
     // page-locked host memory that the device addresses directly; one request is under way at a time
     uint64_t * header;  // seq << 32 | row << 16 | n_tokens; the device stores it last
@@ -63,10 +94,23 @@ struct ggml_moe_stream_channel {
     float    * weights; // [n_tokens][n_used]
     void     * x;       // [n_tokens] rows; only those of tokens with a cold pair are written
     float    * out;     // [n_tokens][n_embd]: the pool's sums
-    uint64_t * clock;   // [n_rows][4] ns of the device's clock: publish began, join began, join ended
+    uint64_t * clock;   // [n_rows][4] ns of the device's clock: publish began, join began, join ended, streaming ended (if there was any)
+    uint32_t * n_streamed; // [n_rows] experts that crossed the link in publish, ever
+    struct ggml_moe_stream_victim * victims_told; // [n_rows][MAX_VICTIMS]: `victims` as the last decode left them
     // device memory
-    uint32_t * state;   // [0] seq of the last request, [1] blocks of the publish under way that have finished
+    uint32_t * state;   // [0] seq of the last request; of the publish under way: [1] blocks that have handed over their part, [2] blocks that
+                        // have streamed theirs, [3] the request has been made; [4] seq of the last request that join has seen answered
+    uint32_t * n_streamed_device;
+    struct ggml_moe_stream_victim * victims; // [n_rows][MAX_VICTIMS]
+    struct ggml_moe_stream_picks  * picks;
+    const float * rates;   // [N_RATES]
     uint64_t timeout_ns;
+};
+
+struct ggml_moe_stream_part {
+    const char * host;  // the first expert's, page-locked
+    char       * slots; // the first slot's, in device memory
+    uint64_t     size;  // of one expert, a multiple of 16
 };
 
 struct ggml_moe_stream_node {
@@ -77,8 +121,15 @@ struct ggml_moe_stream_node {
     int32_t input;         // ggml_moe_stream_input
     bool    weight_before; // the router's weight was applied to the input: the outputs are added as they are
     const float * scale;   // device memory, [n_expert]: factor of an expert's output, or NULL
+    int32_t * map;         // device memory, [n_expert]: the same as publish's source
+    int32_t n_expert;
+    int32_t n_parts;       // 0: the row has no stream lane
+    uint64_t expert_bytes; // of all parts
+    struct ggml_moe_stream_part parts[GGML_MOE_STREAM_MAX_PARTS];
     const struct ggml_moe_stream_channel * channel;
 };
+
+struct ggml_moe_prompt_api;
 
 struct ggml_moe_stream_api {
     // For how many tokens at once a product with the experts `w` [n_in, n_out, n_slots] takes a kernel that skips pairs with id -1 (their
@@ -86,6 +137,8 @@ struct ggml_moe_stream_api {
     int (*max_tokens)(int device, const struct ggml_tensor * w);
     // Does the driver kill kernels that run for seconds (a GPU with a display)?
     bool (*has_watchdog)(int device);
+    // the prompt lane (ggml-moe-prompt.h)
+    const struct ggml_moe_prompt_api * prompt;
 };
 
 static inline bool ggml_moe_stream_is(const struct ggml_tensor * op) {

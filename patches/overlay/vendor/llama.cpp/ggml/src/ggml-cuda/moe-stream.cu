@@ -1,5 +1,6 @@
 #include "moe-stream.cuh"
 
+#include "ggml-moe-prompt.h"
 #include "ggml-moe-stream.h"
 #include "mmf.cuh"
 #include "mmvq.cuh"
@@ -37,6 +38,8 @@ static_assert(MOE_COLS == 256, "a block of threads quantises one block of Q8_K")
 static __device__ __forceinline__ uint32_t load_acquire_system(const uint32_t *) { NO_DEVICE_CODE; return 0; }
 static __device__ __forceinline__ void store_release_system(uint64_t *, uint64_t) { NO_DEVICE_CODE; }
 static __device__ __forceinline__ void store_relaxed_system(uint32_t *, uint32_t) { NO_DEVICE_CODE; }
+static __device__ __forceinline__ uint32_t load_acquire_device(const uint32_t *) { NO_DEVICE_CODE; return 0; }
+static __device__ __forceinline__ void store_release_device(uint32_t *, uint32_t) { NO_DEVICE_CODE; }
 static __device__ __forceinline__ void nap() {}
 
 #else
@@ -55,7 +58,17 @@ static __device__ __forceinline__ void store_relaxed_system(uint32_t * p, uint32
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory");
 }
 
-static __device__ __forceinline__ void nap() { // every look is a read over the link that uploads use
+static __device__ __forceinline__ uint32_t load_acquire_device(const uint32_t * p) {
+    uint32_t v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+static __device__ __forceinline__ void store_release_device(uint32_t * p, uint32_t v) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory");
+}
+
+static __device__ __forceinline__ void nap() {
     __nanosleep(100);
 }
 
@@ -125,8 +138,118 @@ static __device__ void quantize_q8_K(const float4 v, uint32_t * dst) {
     }
 }
 
-// grid (ceil(n_embd/256), n_tokens)
+// the largest of the block's values, and the sum of others; both given to all threads
+static __device__ int2 block_max_sum(int most, int sum) {
+    __shared__ int2 of_warp[MOE_THREADS/32];
+    for (int o = 16; o > 0; o >>= 1) {
+        most = max(most, __shfl_xor_sync(0xffffffff, most, o));
+        sum += __shfl_xor_sync(0xffffffff, sum, o);
+    }
+    __syncthreads(); // the last call's values have been read
+    if (threadIdx.x % 32 == 0) {
+        of_warp[threadIdx.x/32] = make_int2(most, sum);
+    }
+    __syncthreads();
+    return make_int2(max(of_warp[0].x, of_warp[1].x), of_warp[0].y + of_warp[1].y);
+}
+
+// Which cold experts cross the link: the n that make the layer end soonest, those with most tokens first. `count`: of each expert's
+// pairs. All threads of all blocks come to the same answer: nothing of what they read changes before join.
+static __device__ void pick_streamed(const moe_publish_args & a, const ggml_moe_stream_node & node, const ggml_moe_stream_channel & ch, int * count, ggml_moe_stream_picks & picks) {
+    const int tid = threadIdx.x;
+    __shared__ int n_victims;
+    if (tid == 0) {
+        n_victims = 0;
+        for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
+            const ggml_moe_stream_victim x = ch.victims[node.row*GGML_MOE_STREAM_MAX_VICTIMS + v];
+            if (x.slot >= 0 && count[x.expert] == 0) { // no expert of the batch leaves
+                picks.victim[n_victims++] = v;
+            }
+        }
+    }
+    __syncthreads();
+    int n_cold  = 0;
+    int n_pairs = 0;
+    for (int e = tid; e < node.n_expert; e += MOE_THREADS) {
+        const bool cold = count[e] > 0 && a.map[e] < 0;
+        n_cold  += cold;
+        n_pairs += cold ? count[e] : 0;
+        count[e] = cold ? count[e] : 0;
+    }
+    n_cold  = block_max_sum(0, n_cold).y;
+    n_pairs = block_max_sum(0, n_pairs).y;
+
+    const float bytes = (float) node.expert_bytes;
+    const float hot   = ch.rates[GGML_MOE_STREAM_HOT];
+    const float link  = ch.rates[GGML_MOE_STREAM_LINK]*bytes;
+    const float first = ch.rates[GGML_MOE_STREAM_POOL]*bytes;
+    const float more  = ch.rates[GGML_MOE_STREAM_POOL_TOKEN]*bytes;
+    float pool = ch.rates[GGML_MOE_STREAM_REQUEST] + n_cold*first + (n_pairs - n_cold)*more;
+    float best = fmaxf(hot, pool);
+    int   n    = 0;
+    for (int i = 0; i < min(n_victims, n_cold); i++) {
+        const float device = hot + (i + 1)*link;
+        if (device > best) {
+            break;
+        }
+        int key = 0;
+        for (int e = tid; e < node.n_expert; e += MOE_THREADS) {
+            key = max(key, count[e] << 16 | (0xffff - e));
+        }
+        key = block_max_sum(key, 0).x;
+        const int e = 0xffff - (key & 0xffff);
+        pool -= first + ((key >> 16) - 1)*more;
+        const float end = fmaxf(device, i + 1 < n_cold ? pool : 0.0f);
+        if (end <= best) {
+            best = end;
+            n    = i + 1;
+        }
+        if (tid == 0) {
+            picks.expert[i] = e;
+            count[e]        = 0;
+        }
+        __syncthreads();
+    }
+    if (tid == 0) {
+        picks.n      = n;
+        picks.n_left = n_cold - n;
+    }
+    __syncthreads();
+}
+
+// what one of n blocks copies: everything is divided between all of them
+static __device__ void stream_experts(const ggml_moe_stream_node & node, const ggml_moe_stream_channel & ch, const ggml_moe_stream_picks & picks, int block, int n) {
+    constexpr int AT_ONCE = 8; // of a thread, under way at the same time: the link's latency is some microseconds
+    const size_t stride = (size_t) n*MOE_THREADS;
+    for (int i = 0; i < picks.n; i++) {
+        const size_t slot = ch.victims[node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[i]].slot;
+        for (int p = 0; p < node.n_parts; p++) {
+            const size_t  size = node.parts[p].size/sizeof(uint4);
+            const uint4 * src  = (const uint4 *) node.parts[p].host + picks.expert[i]*size;
+            uint4       * dst  = (uint4 *) node.parts[p].slots + slot*size;
+            for (size_t at = (size_t) block*MOE_THREADS + threadIdx.x; at < size; at += AT_ONCE*stride) {
+                uint4 v[AT_ONCE];
+#pragma unroll
+                for (int u = 0; u < AT_ONCE; u++) {
+                    if (at + u*stride < size) {
+                        v[u] = __ldcs(src + at + u*stride);
+                    }
+                }
+#pragma unroll
+                for (int u = 0; u < AT_ONCE; u++) {
+                    if (at + u*stride < size) {
+                        dst[at + u*stride] = v[u];
+                    }
+                }
+            }
+        }
+    }
+}
+
+// grid (ceil(n_embd/256), n_tokens and, with a stream lane, rows of blocks that stream); shared memory: n_expert ints with a stream lane
 static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_stream_node node, const ggml_moe_stream_channel ch) {
+    extern __shared__ int count[];
+    __shared__ ggml_moe_stream_picks picks;
     const int  tid     = threadIdx.x;
     const int  t_own   = blockIdx.y;
     const bool first   = blockIdx.x == 0 && blockIdx.y == 0;
@@ -137,13 +260,55 @@ static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_st
     }
 
     // every block looks all pairs up: whether one of them is cold decides for all
+    if (node.n_parts > 0) {
+        for (int e = tid; e < node.n_expert; e += MOE_THREADS) {
+            count[e] = 0;
+        }
+        __syncthreads();
+        int cold = 0;
+        for (int i = tid; i < n_pairs; i += MOE_THREADS) {
+            const int t = i/node.n_used;
+            const int e = a.ids[t*a.ids_stride + i - t*node.n_used];
+            atomicAdd(count + e, 1);
+            cold |= a.map[e] < 0;
+        }
+        if (tid == 0) {
+            picks.n = 0;
+        }
+        if (__syncthreads_or(cold)) {
+            pick_streamed(a, node, ch, count, picks);
+        }
+        if (blockIdx.y >= a.n_tokens) {
+            if (picks.n > 0) {
+                // The request first: behind a link full of reads it would take 50 µs. Blocks start in order, so those that make it are under way.
+                while (picks.n_left > 0 && *(volatile uint32_t *) &ch.state[3] == 0) {
+                    nap();
+                }
+                const int n = gridDim.x*(gridDim.y - a.n_tokens);
+                stream_experts(node, ch, picks, (blockIdx.y - a.n_tokens)*gridDim.x + blockIdx.x, n);
+                __syncthreads();
+                if (tid == 0 && atomicAdd(&ch.state[2], 1) == n - 1) {
+                    ch.state[2] = 0;
+                    ch.state[3] = 0;
+                    ch.clock[node.row*4 + 3] = device_clock();
+                }
+            }
+            return;
+        }
+        if (first && tid == 0) {
+            *ch.picks = picks;
+        }
+    }
     int any_cold = 0;
     int own_cold = 0;
     for (int i = tid; i < n_pairs; i += MOE_THREADS) {
         const int t = i/node.n_used;
         const int k = i - t*node.n_used;
         const int e = a.ids[t*a.ids_stride + k];
-        const int s = a.map[e];
+        int s = a.map[e];
+        for (int j = 0; s < 0 && node.n_parts > 0 && j < picks.n; j++) {
+            s = picks.expert[j] == e ? ch.victims[node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[j]].slot : s;
+        }
         any_cold |= s < 0;
         own_cold |= s < 0 && t == t_own;
         if (first) {
@@ -181,13 +346,20 @@ static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_st
             *(float4 *) ((float *) ch.x + (size_t) t_own*node.n_embd + col) = v;
         }
     }
-    __threadfence_system();
+    // One release for the whole system, by the last block, covers what the others released to it. (A fence for the system in each block
+    // costs 6 µs a token: they are served one after the other.)
     __syncthreads();
-    if (tid == 0 && atomicAdd(&ch.state[1], 1) == gridDim.x*gridDim.y - 1) { // the last block: everything is in host memory
-        ch.state[1] = 0;
-        const uint32_t seq = ++ch.state[0];
-        __threadfence_system();
-        store_release_system(ch.header, (uint64_t) seq << 32 | (uint32_t) node.row << 16 | (uint32_t) a.n_tokens);
+    if (tid == 0) {
+        __threadfence();
+        if (atomicAdd(&ch.state[1], 1) == gridDim.x*a.n_tokens - 1) {
+            __threadfence();
+            ch.state[1] = 0;
+            const uint32_t seq = ++ch.state[0];
+            store_release_system(ch.header, (uint64_t) seq << 32 | (uint32_t) node.row << 16 | (uint32_t) a.n_tokens);
+            if (node.n_parts > 0 && picks.n > 0) {
+                *(volatile uint32_t *) &ch.state[3] = 1;
+            }
+        }
     }
 }
 
@@ -204,9 +376,11 @@ struct moe_join_args {
     const float   * weights;
     const int32_t * cold;
     float         * dst;     size_t dst_stride;
+    int n_tokens;
 };
 
-// by one thread of a block
+// By one thread of the grid: looks at the host's memory are served one after the other, 0.7 µs each, so that those of a hundred blocks would
+// keep each other waiting.
 static __device__ void wait_for_pool(const ggml_moe_stream_channel & ch) {
     constexpr uint64_t PATIENCE_NS = 1000000; // for so long only the flag that comes next is looked at
     const uint32_t seq = ch.state[0];
@@ -215,13 +389,36 @@ static __device__ void wait_for_pool(const ggml_moe_stream_channel & ch) {
         const uint64_t waited = device_clock() - t0;
         if (waited > ch.timeout_ns) {
             store_relaxed_system(ch.failed, GGML_MOE_STREAM_NO_ANSWER);
-            return;
+            break;
         }
         if (waited > PATIENCE_NS && load_acquire_system(ch.failed) != GGML_MOE_STREAM_OK) {
-            return; // an earlier layer waited in vain, or the pool gave up
+            break; // an earlier layer waited in vain, or the pool gave up
         }
         nap();
     }
+    store_release_device(ch.state + 4, seq);
+}
+
+// by one thread of each other block: the first block, which waits for the pool, started before them
+static __device__ void wait_for_first_block(const ggml_moe_stream_channel & ch) {
+    const uint32_t seq = ch.state[0];
+    while ((int32_t) (load_acquire_device(ch.state + 4) - seq) < 0) {
+        nap();
+    }
+}
+
+// by one thread: what was streamed is hot from the next batch on. The victims stay what they are, with other experts.
+static __device__ void place_streamed(const ggml_moe_stream_node & node, const ggml_moe_stream_channel & ch) {
+    const size_t row = (size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS;
+    for (int i = 0; i < ch.picks->n; i++) {
+        ggml_moe_stream_victim & v = ch.victims[row + ch.picks->victim[i]];
+        node.map[v.expert] = -1;
+        v.expert = ch.picks->expert[i];
+        node.map[v.expert] = v.slot;
+        ch.victims_told[row + ch.picks->victim[i]] = v;
+    }
+    ch.n_streamed_device[node.row] += ch.picks->n;
+    ch.n_streamed[node.row] = ch.n_streamed_device[node.row];
 }
 
 // grid (ceil(n_embd/256), n_tokens): hot outputs in rank order, then the pool's sum
@@ -231,6 +428,9 @@ static __global__ void k_moe_join(const moe_join_args a, const ggml_moe_stream_n
     const int col = blockIdx.x*MOE_COLS + tid*4;
     if (tid == 0 && blockIdx.x == 0 && t == 0) {
         ch.clock[node.row*4 + 1] = device_clock();
+        if (node.n_parts > 0 && ch.picks->n > 0) {
+            place_streamed(node, ch);
+        }
     }
 
     const int c = a.n_chunks > 0 ? t/a.chunk : 0;
@@ -249,18 +449,29 @@ static __global__ void k_moe_join(const moe_join_args a, const ggml_moe_stream_n
             sum.w += w*v.w;
         }
     }
-    if (cold) {
+    if (blockIdx.x == 0 && t == 0) {
+        int any = 0; // of all tokens
+        for (int i = tid; i < node.n_used*a.n_tokens; i += MOE_THREADS) {
+            any |= a.cold[i];
+        }
+        if (__syncthreads_or(any)) {
+            if (tid == 0) {
+                wait_for_pool(ch);
+            }
+            __syncthreads();
+        }
+    } else if (cold) {
         if (tid == 0) {
-            wait_for_pool(ch);
+            wait_for_first_block(ch);
         }
         __syncthreads();
-        if (col < node.n_embd) {
-            const float4 v = __ldcv((const float4 *) (ch.out + (size_t) t*node.n_embd + col)); // not from a cache: the host wrote it
-            sum.x += v.x;
-            sum.y += v.y;
-            sum.z += v.z;
-            sum.w += v.w;
-        }
+    }
+    if (cold && col < node.n_embd) {
+        const float4 v = __ldcv((const float4 *) (ch.out + (size_t) t*node.n_embd + col)); // not from a cache: the host wrote it
+        sum.x += v.x;
+        sum.y += v.y;
+        sum.z += v.z;
+        sum.w += v.w;
     }
     if (tid == 0 && blockIdx.x == 0) {
         ch.clock[node.row*4 + 2] = device_clock(); // the last token's stays
@@ -308,7 +519,10 @@ static void publish(cudaStream_t stream, const ggml_moe_stream_node & node, ggml
         a.log_weights_stride = dst->src[5]->nb[1]/sizeof(float);
     }
     a.n_tokens = (int) x->ne[1];
-    k_moe_publish<<<grid_of(node, x), MOE_THREADS, 0, stream>>>(a, node, *node.channel);
+    constexpr int STREAM_BLOCKS = 16; // 128 KB under way fill a link; more would only be in the way of whoever else reads over it
+    dim3 grid = grid_of(node, x);
+    grid.y += node.n_parts > 0 ? (STREAM_BLOCKS + grid.x - 1)/grid.x : 0;
+    k_moe_publish<<<grid, MOE_THREADS, node.n_parts > 0 ? node.n_expert*sizeof(int) : 0, stream>>>(a, node, *node.channel);
 }
 
 static void join(cudaStream_t stream, const ggml_moe_stream_node & node, ggml_tensor * dst) {
@@ -324,6 +538,7 @@ static void join(cudaStream_t stream, const ggml_moe_stream_node & node, ggml_te
     a.cold       = (const int32_t *) published->data + n_pairs*GGML_MOE_STREAM_COLD;
     a.dst        = (float *) dst->data;
     a.dst_stride = dst->nb[1]/sizeof(float);
+    a.n_tokens   = (int) dst->ne[1];
     k_moe_join<<<grid_of(node, dst), MOE_THREADS, 0, stream>>>(a, node, *node.channel);
 }
 
@@ -334,6 +549,8 @@ bool ggml_cuda_moe_stream(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     const ggml_moe_stream_node & node = *ggml_moe_stream_node_of(dst);
     if (node.kind == GGML_MOE_STREAM_PUBLISH) {
         publish(ctx.stream(), node, dst);
+    } else if (node.kind >= GGML_MOE_PROMPT_STAGE) {
+        ggml_cuda_moe_prompt(ctx, dst);
     } else {
         join(ctx.stream(), node, dst);
     }
@@ -360,7 +577,7 @@ static bool has_watchdog(int device) {
 }
 
 const void * ggml_cuda_moe_stream_api() {
-    static const ggml_moe_stream_api api = { max_tokens, has_watchdog };
+    static const ggml_moe_stream_api api = { max_tokens, has_watchdog, ggml_cuda_moe_prompt_api() };
     return &api;
 }
 

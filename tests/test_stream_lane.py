@@ -1,0 +1,223 @@
+"""The stream lane: during a decode cold experts cross the link into slots whose residents the batch does not use.
+
+On the CPU the device's part is emulated (src/moe-stream.cpp) with the same decisions, maps and victims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from conftest import Attached
+from lowlevel import decode
+from moespac_llamacpp import native
+from test_stream import Array, Asked, close, half_resident, tokens
+
+FAMILIES = ("qwen3moe", "gpt-oss", "llama4", "grovemoe", "gemma4-scale", "glm4moe")
+
+
+@pytest.fixture
+def streaming(attach: Callable[..., Attached]) -> Callable[..., Attached]:
+    """attach(…) in-stream, every second expert resident, up to `most` experts of a row streamed whatever the rates say."""
+
+    def make(family: str = "qwen3moe", most: int = 2, **options: Any) -> Attached:
+        a = attach(family, experts={"execution": "in-stream"}, **options)
+        half_resident(a.experts)
+        a.experts.set_streaming(most, always=True)
+        return a
+
+    return make
+
+
+def step(a: Attached, n: int, seed: int = 0) -> Array:
+    a.ctx.clear()
+    return decode(a.ctx, tokens(n, seed))
+
+
+def residents(a: Attached) -> Array:
+    return a.experts.states_table() == native.RESIDENT
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("n", [1, 3, 9])
+def test_streamed_experts_give_the_same_results(streaming: Callable[..., Attached], family: str, n: int) -> None:
+    """With the lane and without, and when what it has left in the slots is hit later."""
+    a = streaming(family)
+    assert any(r.streams for r in a.experts.rows())
+    n_streamed = 0
+    for seed in range(4):
+        a.experts.set_streaming(2, always=True)
+        a.experts.reset_perf()
+        streamed = step(a, n, seed)
+        n_streamed += a.experts.perf_total().n_streamed_experts
+        a.experts.set_streaming(0)
+        again = step(a, n, seed)
+        assert a.experts.perf_total().n_streamed_experts == 0 or n_streamed > 0
+        a.experts.set_execution("portable")
+        plain = step(a, n, seed)
+        a.experts.set_execution("in-stream")
+        assert np.isfinite(streamed).all() and close(streamed, plain) and close(again, plain)
+    assert n_streamed > 0
+
+
+def test_what_was_streamed_is_resident_and_what_made_room_is_not(streaming: Callable[..., Attached]) -> None:
+    a = streaming()
+    for seed in range(6):
+        before = residents(a)
+        a.experts.reset_perf()
+        step(a, 1, seed)
+        after, used = residents(a), a.experts.counts() > 0
+        n_streamed = a.experts.perf_total().n_streamed_experts
+        arrived, left = after & ~before, before & ~after
+        assert arrived.sum() == left.sum() == n_streamed
+        assert (used[arrived]).all(), "only what the batch needs crosses the link"
+        assert not used[left].any(), "no expert of the batch leaves"
+        assert (arrived.sum(axis=1) == np.minimum(2, (used & ~before).sum(axis=1))).all()
+        a.experts.reset_perf()
+        step(a, 1, seed)  # the same batch once more: what was streamed is hit
+        perf = a.experts.perf_total()
+        assert perf.n_hot_experts == (used & after).sum()
+
+
+def test_what_was_streamed_is_counted(streaming: Callable[..., Attached]) -> None:
+    """Its pairs missed a slot, and the CPU did not compute them."""
+    a = streaming()
+    most = 0
+    for seed in range(8):
+        before = residents(a)
+        a.experts.reset_perf()
+        step(a, 1 + seed % 3, seed)
+        perf, counts, arrived = a.experts.perf_total(), a.experts.counts(), residents(a) & ~before
+        assert perf.n_streamed_experts == arrived.sum()
+        assert perf.n_streamed_pairs == counts[arrived].sum()
+        assert perf.n_cold_pairs == counts[~before].sum() >= perf.n_streamed_pairs
+        most = max(most, perf.n_streamed_pairs - perf.n_streamed_experts)
+    assert most > 0, "no streamed expert had two tokens"
+
+
+def test_residents_of_least_value_make_room(streaming: Callable[..., Attached]) -> None:
+    a = streaming(most=1)
+    values = np.random.default_rng(1).random((a.experts.n_rows, a.experts.n_expert))
+    for seed in range(4):
+        before = residents(a)
+        a.experts.set_values(values)
+        step(a, 1, seed)
+        used, left = a.experts.counts() > 0, before & ~residents(a)
+        for row in np.flatnonzero(left.any(axis=1)):
+            lowest = np.flatnonzero(before[row])[np.argmin(values[row][before[row]])]
+            assert left[row].nonzero()[0].tolist() == [lowest] and not used[row, lowest]
+
+
+def test_without_values_those_used_longest_ago_make_room(streaming: Callable[..., Attached]) -> None:
+    a = streaming(most=1)
+    last = np.zeros((a.experts.n_rows, a.experts.n_expert), int)
+    for time in range(1, 12):
+        before = residents(a)
+        step(a, 1, time)
+        used, left = a.experts.counts() > 0, before & ~residents(a)
+        for row in np.flatnonzero(left.any(axis=1)):
+            (gone,) = left[row].nonzero()[0]
+            assert last[row, gone] == last[row][before[row]].min()
+        last[used] = time
+
+
+def test_an_upload_of_what_is_streamed_meanwhile_is_withdrawn(streaming: Callable[..., Attached]) -> None:
+    """Two slots never hold the same expert."""
+    a = streaming(most=native.MAX_STREAMED)
+    step(a, 1, 3)
+    used = a.experts.counts() > 0
+    a.experts.set_streaming(0)
+    rows = [r for r in a.experts.rows() if r.streams]
+    for r in rows:
+        for expert in np.flatnonzero(used[r.row]):
+            a.experts.evict(r.row, int(expert))
+    a.experts.set_streaming(1, always=True)
+    wanted = {r.row: int(np.flatnonzero(used[r.row])[0]) for r in rows}
+    for row, expert in wanted.items():
+        a.experts.load(row, expert)  # lands, but nobody publishes it
+    a.experts.sync()
+    step(a, 1, 3)
+    for row, expert in wanted.items():
+        assert a.experts.states(row)[expert] == native.RESIDENT
+        a.experts.evict(row, expert)
+        assert a.experts.states(row)[expert] == native.COLD, "a second slot held it too"
+    n_slots = {r.row: r.n_slots for r in rows}
+    for r in rows:  # every slot can still be used
+        free = n_slots[r.row] - int((a.experts.states(r.row) != native.COLD).sum())
+        cold = np.flatnonzero(a.experts.states(r.row) == native.COLD)
+        for expert in cold[:free]:
+            a.experts.load(r.row, int(expert))
+        with pytest.raises(native.MoeError) as error:
+            a.experts.load(r.row, int(cold[free]))
+        assert error.value.status == "NO_FREE_SLOT"
+    a.experts.sync()
+
+
+def test_several_ubatches_of_one_decode_stream_one_after_the_other(streaming: Callable[..., Attached]) -> None:
+    a = streaming(n_ubatch=4)
+    for seed in range(3):
+        before = residents(a)
+        a.experts.reset_perf()
+        streamed = step(a, 12, seed)
+        assert residents(a).sum() == before.sum()
+        assert a.experts.perf_total().n_streamed_experts >= (residents(a) & ~before).sum() > 0
+        a.experts.set_streaming(0)
+        assert close(streamed, step(a, 12, seed))
+        a.experts.set_streaming(2, always=True)
+
+
+def test_moves_and_streaming_go_together(streaming: Callable[..., Attached]) -> None:
+    """Evictions, uploads and other numbers of slots between decodes that stream: always what the portable execution computes."""
+    a = streaming()
+    rng = np.random.default_rng(5)
+    for seed in range(12):
+        for row in (0, 1):
+            states = a.experts.states(row)
+            a.experts.evict(row, int(rng.choice(np.flatnonzero(states == native.RESIDENT))))
+            a.experts.load(row, int(rng.choice(np.flatnonzero(states == native.COLD))))
+        if seed % 4 == 3:
+            slots = [r.n_slots for r in a.experts.rows()]
+            a.experts.set_slots([n - 1 if seed % 8 == 3 else n + 1 for n in slots])
+        if seed % 3:
+            a.experts.sync()
+        a.experts.publish()
+        streamed = step(a, 1 + seed % 9, seed)
+        a.experts.set_execution("portable")
+        assert close(streamed, step(a, 1 + seed % 9, seed))
+        a.experts.set_execution("in-stream")
+
+
+def test_switched_off_nothing_is_streamed(streaming: Callable[..., Attached]) -> None:
+    a = streaming()
+    a.experts.set_streaming(0)
+    before = residents(a)
+    for seed in range(4):
+        step(a, 5, seed)
+    assert (residents(a) == before).all() and a.experts.perf_total().n_streamed_experts == 0
+
+
+def test_a_row_with_a_slot_for_every_expert_does_not_stream(streaming: Callable[..., Attached]) -> None:
+    """There each expert has the slot of its number, so that the slots can become the row's weights."""
+    a = streaming()
+    a.experts.set_slots([r.n_expert for r in a.experts.rows()])
+    assert not any(r.streams for r in a.experts.rows())
+    before = residents(a)
+    step(a, 9)
+    assert (residents(a) == before).all()
+
+
+def test_what_cannot_be_asked_for_is_refused(streaming: Callable[..., Attached]) -> None:
+    a = streaming()
+    for n in (-1, native.MAX_STREAMED + 1):
+        with pytest.raises(native.MoeError, match=f"{n} experts of a row shall be streamed, it must be from 0 to 8"):
+            a.experts.set_streaming(n)
+    with pytest.raises(ValueError, match="values have shape"):
+        a.experts.set_values(np.zeros((1, 1)))
+    assert Asked(1).decode(a.ctx) == 0
+    with pytest.raises(native.MoeError, match="in flight"):
+        a.experts.set_streaming(0)
+    a.experts.set_values(np.zeros((a.experts.n_rows, a.experts.n_expert)))  # may come from another thread
+    llama_cpp.llama_synchronize(a.ctx.ptr)
