@@ -31,11 +31,15 @@ EXPERT_TENSORS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps\."
 LOAD_NONE, LOAD_MMAP = 0, 1  # enum llama_load_mode
 _BUFFER = re.compile(r"(\S+)\s+(model|KV|compute|output|RS) buffer size\s*=\s*([\d.]+) MiB")
 
+_DEBUG = 1  # enum ggml_log_level
+
 _log: list[str] = []
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _keep_log(level: int, text: bytes, _: object) -> None:
+    if level == _DEBUG:  # thousands of lines on a GPU: what is looked for would be lost
+        return
     _log.append(text.decode("utf-8", "replace"))
     if len(_log) > 4000:
         del _log[:2000]
