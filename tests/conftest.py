@@ -6,6 +6,7 @@ Libraries are imported inside the fixtures: the tests of the build run without l
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from lowlevel import Context, Model
     from moespac_llamacpp.native import Device, Experts
     from pair import Pair
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: tests that press Ctrl-C need it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GAUGES = ("alloc_now", "pinned_now", "queued_now", "instances_now", "waiting_now")
 

@@ -196,7 +196,7 @@ def test_results_of_other_rows_stay(tmp_path: Path) -> None:
 
 def test_the_floor_uses_all_memories_at_once() -> None:
     bandwidths = {"device": 100.0, "link": 10.0, "host": {"8": 10.0}}
-    detail = {"n_steps": 2, "hot_bytes": 100, "cold_bytes": 400, "n_draft_evaluated": 3}
+    detail = {"n_steps": 2, "hot_bytes": 100, "cold_bytes": 400, "n_drafted": 3}
     weights, draft = ledger.Weights(50, (1,)), ledger.Weights(200, ())
     # cold: 400 / 20 = 20 s, longer than the device's (2 * 50 + 100) / 100; the draft before it: 3 * 200 / 100
     assert floor_seconds(detail, weights, draft, bandwidths, 8) == pytest.approx(26.0)

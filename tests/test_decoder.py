@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import families
+from lowlevel import EXACT
 from moespac_llamacpp import native
 from moespac_llamacpp.acceptance import Sampler, Sampling
 from moespac_llamacpp.decoder import Decoder, StopText
@@ -22,6 +23,7 @@ from moespac_llamacpp.models import Context, Model
 from moespac_llamacpp.policies import make
 from moespac_llamacpp.residency import Residency
 from pair import (
+    N_CTX,
     PROMPTS,
     TARGET,
     Pair,
@@ -555,3 +557,26 @@ def test_after_a_failed_decode_the_next_text_is_read_anew_by_target_and_draft(
                 assert drafter._kv == (prompt + tokens)[: own.n_past]
             decoder.close()
             residency.close()
+
+
+@pytest.mark.parametrize(("execution", "pieces"), [("in-stream", [32, 18]), ("portable", [50])])
+def test_a_short_prompt_is_computed_on_both_sides_at_once(pair: Pair, execution: str, pieces: list[int]) -> None:
+    """In-stream, in batches that layers with slots can share between device and CPU; longer ones in the prompt's own way."""
+    prompt = (pair.target.tokenize(PROMPTS[1]) * 20)[:120]
+    with (
+        Context(pair.target, n_ctx=N_CTX, n_threads=1, execution=execution, params=EXACT) as context,
+        target_context(pair, attach=False) as plain,
+    ):
+        assert context.experts is not None
+        context.experts.set_slots([row.n_expert // 2 for row in context.experts.rows()])
+        decoder = Decoder(context)
+        for n, expected in ((50, pieces), (20, [20]), (100, [100])):
+            seen: list[int] = []
+            decoder.on_prompt = lambda done, total, seen=seen: seen.append(done)  # type: ignore[misc]
+            context.clear()
+            first = next(decoder.generate(prompt[:n], 1))
+            assert np.diff(seen).tolist() == expected
+            plain.clear()
+            logits = plain.decode(prompt[:n])[-1]
+            assert logits[first] > logits.max() - 0.2, "another token than upstream's, and not nearly as good"
+        decoder.close()

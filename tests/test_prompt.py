@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -285,19 +285,29 @@ def test_without_it_nothing_is_staged(root: Path, options: dict[str, Any]) -> No
 
 def test_whole_layers_need_no_staging(root: Path) -> None:
     with watched(root) as (ctx, experts, order):
-        experts.set_slots([8, 8])
-        for row, staged in ((0, {"1"}), (1, set())):
-            for expert in range(8):
-                experts.load(row, expert)
+
+        def staged(slots: list[int]) -> set[str]:
+            experts.set_slots(slots)
+            for row, expert in product((0, 1), range(8)):
+                if expert < slots[row] and experts.states(row)[expert] == native.COLD:
+                    experts.load(row, expert)
             experts.sync()
             experts.publish()
             order.nodes.clear()
-            decode(ctx, tokens(64))
-            assert {name.split("-")[1].split(".")[0] for name in order.staged()} == staged
             ctx.clear()
+            decode(ctx, tokens(64))
+            return {name.split("-")[1].split(".")[0] for name in order.staged()}
+
+        assert staged([8, 7]) == {"1"}
+        slot = experts.row(1).expert_bytes
+        before = experts.device_bytes()
+        assert staged([8, 8]) == set()
+        assert experts.device_bytes() < before + slot - 7 * slot, "with a slot for each expert the staging memory goes"
         built = experts.graph_stats()[1]
+        ctx.clear()
         decode(ctx, tokens(64))
         assert experts.graph_stats()[1] == built, "and then their graphs are kept"
+        assert staged([8, 7]) == {"1"}
 
 
 def test_an_adapter_is_not_left_out_of_prompts(attach: Callable[..., Attached], tmp_path: Path) -> None:

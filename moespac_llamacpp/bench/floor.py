@@ -15,9 +15,9 @@ def floor_seconds(
 
     Each decode reads the dense weights and the distinct experts of its batch once: resident ones from the device's memory, cold
     ones either by the CPU from host memory or over the link, at the sum of both rates. Device and cold part run at the same time.
-    A draft's decodes come before that, one after the other, each reading the draft once. KV and activations are left out."""
+    A draft's decodes come before that, one for each guess, each reading the draft once. KV and activations are left out."""
     device = bandwidths["device"]
     hot = (detail["n_steps"] * weights.dense + detail["hot_bytes"]) / device
     cold = detail["cold_bytes"] / (bandwidths["host"][str(threads)] + bandwidths["link"])
-    drafting = detail["n_draft_evaluated"] * draft.dense / device if draft else 0.0
+    drafting = detail["n_drafted"] * draft.dense / device if draft else 0.0
     return float(drafting + max(hot, cold))

@@ -763,6 +763,16 @@ int32_t llama_moe_state::set_slots(const int32_t * n_slots, std::string & error)
             return LLAMA_MOE_INVALID_ARGUMENT;
         }
     }
+    // with a slot for every expert prompts find all in the slots
+    bool all = true;
+    for (const auto & l : layers) {
+        all = all && (!l->block.hybrid() || n_slots[l->block.row] == l->block.n_expert);
+    }
+    if (all && prompt) {
+        prompt.reset();
+        prompt_set_aside = true;
+        changed_graphs();
+    }
     // what shrinks gives its memory first
     int32_t status  = LLAMA_MOE_OK;
     bool    changed = false;
@@ -785,6 +795,10 @@ int32_t llama_moe_state::set_slots(const int32_t * n_slots, std::string & error)
     }
     if (changed) {
         placement_changed();
+    }
+    if (!all && prompt_set_aside) {
+        prompt_set_aside = false;
+        open_prompt_lane();
     }
     return status;
 }

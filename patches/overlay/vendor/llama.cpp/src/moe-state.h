@@ -134,6 +134,7 @@ struct llama_moe_state {
 
     std::unique_ptr<moe_stream> stream; // null: no layer can run in-stream
     bool stream_on  = false;            // layers that can, do
+    bool prompt_set_aside = false;      // not needed as long as every expert has a slot
     std::unique_ptr<moe_prompt> prompt; // null: batches over the hybrid width take upstream's path
     bool lane_ready  = false;           // the portable execution has its buffers
     bool lane_failed = false;           // it got none when it was to stand in
