@@ -227,6 +227,7 @@ class Soak:
         self.experts = self.hybrid.experts = native.Experts(self.hybrid.pointer, self.device, execution=args.execution)
         if not any(r.hybrid for r in self.experts.rows()):
             raise SystemExit(f"soak: no layer runs hybrid: {self.experts.rows()[0].fallback}")
+        self.experts.set_streaming(args.stream, always=True)
         self.on_device: models.Context | None = None
         if self.device.kind == "gpu":
             self.on_device = self.context(stack, stack.enter_context(Loaded(args.model, None)))
@@ -301,6 +302,7 @@ class Soak:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {
             "rss_mb": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
+            "streamed": self.experts.perf_total().n_streamed_experts,
             "slots_and_lane_mb": self.experts.device_bytes() / 1e6,
             "device_used_mb": (total - free) / 1e6,
         }
@@ -421,6 +423,12 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--device", help="ggml device of the slots (default: the first GPU, else the CPU)")
     p.add_argument("--moetest", action="store_true", help="the test device of tests/native (built on demand)")
     p.add_argument("--execution", choices=tuple(native.EXECUTIONS), default="auto", help="of the hybrid layers")
+    p.add_argument(
+        "--stream",
+        type=int,
+        default=native.MAX_STREAMED,
+        help="in-stream: experts of a layer that every decode streams, 0: none",
+    )
     p.add_argument("--threads", type=int, help="CPU threads (default: the cores there are)")
     p.add_argument("--no-negative", dest="negative", action="store_false", help="leave the negative control out")
     p.add_argument("--seed", type=int, default=0)

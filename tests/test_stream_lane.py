@@ -12,8 +12,14 @@ import numpy as np
 import pytest
 
 from conftest import Attached
-from lowlevel import decode
+from lowlevel import EXACT, decode
 from moespac_llamacpp import native
+from moespac_llamacpp.decoder import Decoder
+from moespac_llamacpp.draft import GgufDraft
+from moespac_llamacpp.models import Context
+from moespac_llamacpp.policies import make
+from moespac_llamacpp.residency import Residency
+from pair import N_CTX, PROMPTS, Pair, assert_same_text, plain_greedy, target_context
 from test_stream import Array, Asked, close, half_resident, tokens
 
 FAMILIES = ("qwen3moe", "gpt-oss", "llama4", "grovemoe", "gemma4-scale", "glm4moe")
@@ -221,3 +227,29 @@ def test_what_cannot_be_asked_for_is_refused(streaming: Callable[..., Attached])
         a.experts.set_streaming(0)
     a.experts.set_values(np.zeros((a.experts.n_rows, a.experts.n_expert)))  # may come from another thread
     llama_cpp.llama_synchronize(a.ctx.ptr)
+
+
+@pytest.mark.parametrize("policy", ["moe-spac", "lru"])
+def test_greedy_text_is_the_targets(pair: Pair, policy: str) -> None:
+    """With a draft model, a policy that moves experts in its own thread, and a lane that streams all it may."""
+    with (
+        Context(pair.target, n_ctx=N_CTX, n_threads=1, execution="in-stream", params=EXACT) as context,
+        Context(pair.draft, n_ctx=N_CTX, n_threads=1, attach=False, keep_graphs=2) as draft,
+        target_context(pair, attach=False) as plain,
+    ):
+        experts = context.experts
+        assert experts is not None
+        experts.set_slots([round(0.25 * row.n_expert) for row in experts.rows()])
+        residency = Residency(experts, make(policy, experts.n_rows, experts.n_expert))
+        residency.fill()
+        experts.set_streaming(native.MAX_STREAMED, always=True)
+        experts.reset_perf()
+        decoder = Decoder(context, residency, drafter=GgufDraft(draft, pair.target), draft_max=4)
+        for prompt in PROMPTS[:3]:
+            text = pair.target.tokenize(prompt)
+            tokens = list(decoder.generate(text, 48))
+            assert_same_text(plain, text, plain_greedy(plain, text, 48), tokens)
+        decoder.close()
+        residency.close()
+        perf = experts.perf_total()
+        assert perf.n_streamed_experts > 100 and residency.n_moves > 10
