@@ -166,7 +166,7 @@ def test_a_list_says_what_this_machine_lacks() -> None:
     from moespac_llamacpp.plan import Place
 
     entry = find(
-        read_catalog(bundled_catalog()), "qwen3-30b-a3b"
+        read_catalog(bundled_catalog()), "qwen3-30b-a3b-0.6b"
     )  # 19.2 GB, 18.6 of it the target; 8 GiB to start with
     rich = Place("GPU0", "a GPU", 24 << 30, 24 << 30, True, True, 60 * 10**9, 64 * 10**9)
     assert lacks(entry, rich, 10**12) == [] and lacks(entry, rich, None) == []
