@@ -11,7 +11,7 @@ from typing import Any
 
 from moespac_llamacpp import hotset, native
 from moespac_llamacpp.decoder import Decoder
-from moespac_llamacpp.draft import DRAFT_WIDTHS, Drafter, GgufDraft, NgramDraft, NoDraft
+from moespac_llamacpp.draft import DRAFT_WIDTHS, Drafter, DraftLength, GgufDraft, NgramDraft, NoDraft
 from moespac_llamacpp.machine import cache_folder, crowded, reason
 from moespac_llamacpp.memory import parse_bytes
 from moespac_llamacpp.models import Context, Model
@@ -132,7 +132,7 @@ def open_decoder(
     residency = stack.enter_context(open_residency(context, options, notices, progress))
     if device.kind != "cpu":
         n_draft = min(options.draft_max, context.n_batch - 1) if kind != "none" else 0
-        with progress("making graphs") as report:
+        with progress("making graphs") as report, residency.undisturbed():
             context.warm_up(widths_to_come(n_draft, options.draft_fixed), WARM_UP_SECONDS, report)
     decoder = Decoder(
         context,
@@ -206,8 +206,9 @@ def _leave(context: Context, residency: Residency, notices: list[str]) -> None:
 
 def widths_to_come(n_draft: int, fixed: bool) -> list[int]:
     """Tokens of the batches of a text with up to n_draft guesses, in the order in which they come."""
-    first = [1, n_draft + 1, (n_draft + 1) // 2 + 1]
-    return list(dict.fromkeys(first[:2] if fixed else [*first, *range(2, n_draft + 1)]))
+    if fixed:
+        return list(dict.fromkeys([1, n_draft + 1]))
+    return list(dict.fromkeys([1, min(DraftLength.FIRST, n_draft) + 1, *range(2, n_draft + 2)]))
 
 
 def plan_of(options: Options, device: native.Device) -> Plan:

@@ -16,7 +16,8 @@ Python's lock, which every short call into the library gives away.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -111,7 +112,8 @@ class Residency:
         self._bytes_left = 0.0
         self._n_plans = 0
         self._complete = False
-        experts.set_streaming(stream_experts if isinstance(policy, Valued) else 0)
+        self.stream_experts = stream_experts if isinstance(policy, Valued) else 0
+        experts.set_streaming(self.stream_experts)
 
     @property
     def complete(self) -> bool:
@@ -149,6 +151,15 @@ class Residency:
         self.experts.publish()
         if n_bytes >= MEASURABLE_BYTES:
             self.rates.link_bytes = n_bytes / (time.perf_counter() - start)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Decodes in it leave the residents as they are."""
+        self.experts.set_streaming(0)
+        try:
+            yield
+        finally:
+            self.experts.set_streaming(self.stream_experts)
 
     def hot_set(self) -> HotSet:
         """What another run may start with."""

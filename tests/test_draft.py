@@ -245,6 +245,15 @@ def test_the_length_follows_acceptance_and_cost(rate: float, token: float, guess
     assert length.off == (best(rate, token, guess, 8) == 0)
 
 
+def test_a_text_begins_with_a_short_draft_and_goes_on_with_what_pays() -> None:
+    dear = run(DraftLength(8), rate=0.75, token=0.4, guess=0.5, n=24)
+    assert dear[:4] == [2, 2, 0, 0] or dear[:4] == [0, 0, 2, 2]
+    assert dear[4:] == [0] * 20, "where a draft costs more than it brings, nothing else is tried in the first steps"
+    cheap = run(DraftLength(8), rate=0.9, token=0.02, guess=0.02, n=24)
+    assert np.mean(cheap[6:]) > 5
+    assert set(run(DraftLength(1), rate=0.9, token=0.02, guess=0.02, n=24)[4:]) == {1}
+
+
 def test_a_draft_that_does_not_pay_is_tried_less_and_less() -> None:
     chosen = run(DraftLength(8), rate=0.1, token=0.8, guess=0.2, n=800)
     assert sum(n > 0 for n in chosen[20:]) <= 0.03 * len(chosen)

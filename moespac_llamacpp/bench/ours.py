@@ -13,6 +13,7 @@ from moespac_llamacpp import native
 from moespac_llamacpp.bench import hardware, stock
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import DRAFT_WIDTHS, Drafter, GgufDraft, NgramDraft, NoDraft
+from moespac_llamacpp.engine import WARM_UP_SECONDS, widths_to_come
 from moespac_llamacpp.memory import slots_for_bytes
 from moespac_llamacpp.models import Context, Model
 from moespac_llamacpp.policies import make as make_policy
@@ -142,6 +143,9 @@ class Worker:
         del stock._log[:]
         free = self.device.memory[0]
         residency = self._cold(policy, expert_bytes, max_moves)
+        if self.device.kind != "cpu":  # as for users
+            with residency.undisturbed():
+                self.target.warm_up(widths_to_come(n_draft if draft else 0, fixed), WARM_UP_SECONDS)
         decoder = Decoder(
             self.target, residency, drafter=self._drafter(draft), draft_max=n_draft if draft else 0, draft_fixed=fixed
         )
