@@ -15,8 +15,9 @@ _COUNTERS = {
     "drafted_tokens": ("n_drafted", "Tokens that were drafted."),
     "accepted_tokens": ("n_accepted", "Drafted tokens that stayed."),
     "hot_pairs": ("n_hot_pairs", "Pairs of token and expert that the device computed from slots."),
-    "cold_pairs": ("n_cold_pairs", "Pairs of token and expert that the CPU computed."),
+    "cold_pairs": ("n_cold_pairs", "Pairs of token and expert whose expert had no slot."),
     "expert_uploads": ("n_loads", "Experts that were uploaded into slots."),
+    "expert_streams": ("n_streamed_experts", "Experts that crossed the link in the middle of a decode."),
     "expert_upload_bytes": ("n_load_bytes", "Bytes of these."),
 }
 

@@ -41,10 +41,14 @@ class Step:
 class Telemetry:
     """Writes the records of one context to a file, each flushed, appended to what is there.
 
-    A record is a Step with `t` (seconds since the start), what the experts did since the last one (n_hot_pairs, n_cold_pairs,
-    n_hot_experts, n_cold_experts, n_loads, n_load_bytes), and in every 16th `resident`: for each MoE layer a string of 0 and 1,
-    one digit per expert.
+    A record is a Step with `t` (seconds since the start), what the experts did since the last one (NAMES, as in native.Perf),
+    and in every 16th `resident`: for each MoE layer a string of 0 and 1, one digit per expert.
     """
+
+    NAMES = (
+        *("n_hot_pairs", "n_cold_pairs", "n_hot_experts", "n_cold_experts"),
+        *("n_streamed_experts", "n_loads", "n_load_bytes"),
+    )
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """TelemetryError: the file cannot be written."""
@@ -78,8 +82,7 @@ class Telemetry:
         if self._n_resets != experts.n_perf_resets:
             before = native.Perf()
         self._perf, self._n_resets = now, experts.n_perf_resets
-        names = ("n_hot_pairs", "n_cold_pairs", "n_hot_experts", "n_cold_experts", "n_loads", "n_load_bytes")
-        return {name: getattr(now, name) - getattr(before, name) for name in names}
+        return {name: getattr(now, name) - getattr(before, name) for name in self.NAMES}
 
     def close(self) -> None:
         self._file.close()

@@ -158,4 +158,5 @@ def summary(decoder: Decoder) -> str:
         f"{drafted if decoder.length.draft_max else ''}"
         f"hit rate {100 * perf.hit_rate:.1f} % of {perf.n_hot_pairs + perf.n_cold_pairs} pairs; "
         f"{perf.n_loads} uploads, {perf.n_load_bytes / 2**20:.1f} MiB"
+        + (f", {perf.n_streamed_experts} experts streamed" if perf.n_streamed_experts else "")
     )
