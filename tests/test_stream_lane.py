@@ -15,7 +15,7 @@ from conftest import Attached
 from lowlevel import GgmlTensor, decode
 from moespac_llamacpp import native
 from parity import test_device
-from test_stream import Array, Asked, close, half_resident, tokens
+from test_stream import N_POOL, TIMEOUT_MS, Array, Asked, close, half_resident, tokens
 
 FAMILIES = ("qwen3moe", "gpt-oss", "llama4", "grovemoe", "gemma4-scale", "glm4moe")
 
@@ -292,8 +292,22 @@ def test_an_aborted_decode_leaves_no_wrong_resident(streaming: Callable[..., Att
     assert test_device().kind != "cpu" or n_nodes > 10
 
 
+def test_a_decode_that_the_pool_fails_leaves_no_wrong_resident(streaming: Callable[..., Attached]) -> None:
+    """What crosses the link does not need the pool; the decodes that follow take the portable execution."""
+    a = streaming(experts={"pool_threads": N_POOL, "timeout_ms": TIMEOUT_MS})
+    before = residents(a)
+    a.experts.inject_pool_fault(1, 4 * TIMEOUT_MS)
+    assert np.isnan(step(a, 9)).all() and a.experts.failure()
+    assert (residents(a) != before).any()
+    step(a, 9)
+    assert not any(r.in_stream for r in a.experts.rows())
+    check_residents(a)
+
+
 @pytest.mark.parametrize("most", [32, 64])
-def test_wide_ubatches_find_what_narrow_ones_before_them_streamed(streaming: Callable[..., Attached], most: int) -> None:
+def test_wide_ubatches_find_what_narrow_ones_before_them_streamed(
+    streaming: Callable[..., Attached], most: int
+) -> None:
     """Two sequences of different length: 2 · 3 tokens in-stream, then 57 as a prompt or in the portable execution."""
     a = streaming(n_ubatch=100, n_seq_max=2, kv_unified=False, experts={"max_batch_tokens": most})
     for seed in range(3):

@@ -14,6 +14,8 @@
 #include <stdexcept>
 #include <thread>
 
+static_assert(GGML_MOE_STREAM_MAX_PARTS >= MOE_N_PARTS, "a node names all parts of an expert");
+
 static constexpr float US_REQUEST = 12.0f; // until the pool has begun, and until the device knows that it has ended
 static constexpr float AGAIN      = 0.08f; // what a further token of an expert costs, over the first (Q4_K; docs/kernels.md)
 static constexpr float US_POOL_BYTE = 1.0f/60000, US_LINK_BYTE = 1.0f/40000; // until they are measured: 60 and 40 GB/s
