@@ -67,7 +67,8 @@ extern "C" {
         bool    whole_layers;       // a row whose experts are all resident takes upstream's path, with the slots as its weights
         bool    prompt_lane;        // in-stream: batches over max_batch_tokens are computed on the device, with what is resident from the slots
                                     // and the rest copied from page-locked memory meanwhile. It takes device memory for all experts of
-                                    // one layer, unless every expert has a slot. Otherwise, and in rows that cannot, they take upstream's path, which copies every expert in use
+                                    // one layer, unless every expert has a slot. Otherwise, and in rows that cannot, they take upstream's path,
+                                    // which copies every expert in use
     };
 
     // what a row is
