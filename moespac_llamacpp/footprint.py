@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moespac_llamacpp import native
+from moespac_llamacpp.draft import DRAFT_WIDTHS
 from moespac_llamacpp.header import Header, read_parts
 from moespac_llamacpp.models import EXPERT_TENSORS, Context, Model, recorded_log
 from moespac_llamacpp.plan import Block, Footprint
@@ -79,9 +80,15 @@ class Meter:
         self.model.close()
 
     def context(self, n_ctx: int) -> Footprint:
-        """The model with a plain context, as a draft has it."""
+        """The model with a plain context."""
         with recorded_log() as lines, Context(self.model, n_ctx=n_ctx, attach=False, **self.options) as context:
             return self._footprint(context.n_ctx, lines)
+
+    def draft(self, n_ctx: int) -> Footprint:
+        """The model as a draft, whose context keeps the graphs that guessing needs."""
+        widths = range(1, DRAFT_WIDTHS + 1)
+        graphs = sum(self._width(n_ctx, n, attach=False) for n in widths) if self.on_gpu else 0
+        return replace(self.context(n_ctx), graphs=graphs)
 
     def target(self, n_ctx: int, draft_max: int) -> tuple[Footprint, list[Block]]:
         """The model with experts attached, and its rows. draft_max: verify batches have 1 to draft_max + 1 tokens.
@@ -100,9 +107,9 @@ class Meter:
         narrow, wide, widest = (self._width(n_ctx, n) for n in (1, draft_max + 1, MAX_BATCH))
         return n_verify * (narrow + wide) // 2 + (MAX_WIDTHS - n_verify) * widest
 
-    def _width(self, n_ctx: int, n_tokens: int) -> int:
+    def _width(self, n_ctx: int, n_tokens: int, attach: bool = True) -> int:
         """Compute buffer on the device of a graph for n_tokens."""
-        options = self.options | {"n_batch": n_tokens, "n_ubatch": n_tokens}
+        options = self.options | {"n_batch": n_tokens, "n_ubatch": n_tokens, "attach": attach}
         with recorded_log() as lines, Context(self.model, n_ctx=n_ctx, device=self.device, **options) as context:
             return self._footprint(context.n_ctx, lines).compute
 

@@ -194,6 +194,7 @@ def _device_lines(target: Footprint, draft: Footprint | None) -> list[str]:
             ("draft: weights", draft.weights),
             (f"draft: KV of {draft.n_ctx} tokens", draft.kv),
             ("draft: compute buffers", draft.compute),
+            ("draft: graphs per batch width", draft.graphs),
         ]
     return [f"  {name:34s} {size(n):>10s}" for name, n in rows if n]
 
@@ -276,8 +277,9 @@ def _check_device(place: Place, usable: int, target: Footprint, draft: Footprint
     if draft and _fixed(target, draft) > usable:
         raise PlanError(
             f"the draft needs {size(draft.device)} on the device (weights {size(draft.weights)}, KV of {draft.n_ctx} tokens "
-            f"{size(draft.kv)}, buffers {size(draft.compute)}), but the target leaves {size(usable - target.device)} of the "
-            f"{of}: take a smaller draft, keep it on the CPU (-ngld 0), or shorten the context (-c)"
+            f"{size(draft.kv)}, buffers {size(draft.compute + draft.graphs)}), but the target leaves "
+            f"{size(usable - target.device)} of the {of}: "
+            "take a smaller draft, keep it on the CPU (-ngld 0), or shorten the context (-c)"
         )
 
 

@@ -123,7 +123,7 @@ def _context(target: Meter, draft: Meter | None, place: Place, wishes: Wishes) -
 
 def _draft_context(draft: Meter | None, n_ctx: int) -> Footprint | None:
     """The draft with the target's context, or as long as it was trained for."""
-    return draft.context(min(n_ctx, draft.model.n_ctx_train or n_ctx)) if draft else None
+    return draft.draft(min(n_ctx, draft.model.n_ctx_train or n_ctx)) if draft else None
 
 
 def _without_experts(place: Place, target: Footprint, draft: Footprint | None) -> int:

@@ -196,7 +196,8 @@ def test_a_device_with_memory_of_its_own_gets_what_the_plan_says(n_gpu_layers: i
             Model(DRAFT, experts_device=device, n_gpu_layers=n_gpu_layers) as model,
             Context(model, n_ctx=draft.n_ctx, attach=False),
         ):
-            assert abs(buffers(lines, device.buffer_name) - draft.device) < 3 * TOLERANCE
+            assert abs(buffers(lines, device.buffer_name) - draft.device + draft.graphs) < 3 * TOLERANCE
+        assert 0 <= draft.graphs <= 2 * draft.compute and (draft.graphs > 0) == (n_gpu_layers != 0)
         assert plan.device_bytes <= 30 * MIB
 
 

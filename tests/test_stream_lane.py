@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from conftest import Attached
-from lowlevel import EXACT, decode
+from lowlevel import EXACT, GgmlTensor, decode
 from moespac_llamacpp import native
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import GgufDraft
@@ -20,7 +20,8 @@ from moespac_llamacpp.models import Context
 from moespac_llamacpp.policies import make
 from moespac_llamacpp.residency import Residency
 from pair import N_CTX, PROMPTS, Pair, assert_same_text, plain_greedy, target_context
-from test_stream import Array, Asked, close, half_resident, tokens
+from parity import test_device
+from test_stream import N_POOL, TIMEOUT_MS, Array, Asked, close, half_resident, tokens
 
 FAMILIES = ("qwen3moe", "gpt-oss", "llama4", "grovemoe", "gemma4-scale", "glm4moe")
 
@@ -30,7 +31,7 @@ def streaming(attach: Callable[..., Attached]) -> Callable[..., Attached]:
     """attach(…) in-stream, every second expert resident, up to `most` experts of a row streamed whatever the rates say."""
 
     def make(family: str = "qwen3moe", most: int = 2, **options: Any) -> Attached:
-        a = attach(family, experts={"execution": "in-stream"}, **options)
+        a = attach(family, experts={"execution": "in-stream", **options.pop("experts", {})}, **options)
         half_resident(a.experts)
         a.experts.set_streaming(most, always=True)
         return a
@@ -253,3 +254,117 @@ def test_greedy_text_is_the_targets(pair: Pair, policy: str) -> None:
         residency.close()
         perf = experts.perf_total()
         assert perf.n_streamed_experts > 100 and residency.n_moves > 10
+
+
+def afresh(a: Attached, most: int = 2) -> None:
+    a.experts.set_slots([0] * a.experts.n_rows)
+    half_resident(a.experts)
+    a.experts.set_streaming(most, always=True)
+
+
+class StopAt:
+    """An eval callback that ends a graph behind the node of that name."""
+
+    name = ""
+
+    def __call__(self, tensor: int, ask: bool, user_data: object = None) -> bool:
+        at = GgmlTensor.from_address(tensor).name.decode() == self.name
+        return at if ask else not at
+
+
+def check_residents(a: Attached, n: int = 9) -> None:
+    """What is called resident lies in its slot: the portable execution computes the same from host memory alone."""
+    a.experts.set_streaming(0)
+    logits = [step(a, n, seed) for seed in (100, 101)]
+    slots = [r.n_slots for r in a.experts.rows()]
+    a.experts.set_slots([0] * a.experts.n_rows)
+    assert all(close(x, step(a, n, seed)) for x, seed in zip(logits, (100, 101), strict=True))
+    a.experts.set_slots(slots)
+
+
+@pytest.mark.parametrize("node", ["moe_publish-0", "moe_publish-1", "moe_join-1"])
+def test_a_decode_that_was_broken_off_leaves_no_wrong_resident(streaming: Callable[..., Attached], node: str) -> None:
+    """Between publish and join a slot holds an expert that the map does not name yet."""
+    callback = StopAt()
+    a = streaming(cb=callback)
+    for seed in range(4):
+        afresh(a)
+        before = residents(a)
+        callback.name = node
+        a.ctx.clear()
+        assert Asked(1, seed).decode(a.ctx) == 0
+        llama_cpp.llama_synchronize(a.ctx.ptr)
+        callback.name = ""
+        assert not (residents(a) & ~before & (a.experts.counts() == 0)).any()
+        check_residents(a)
+
+
+def test_an_aborted_decode_leaves_no_wrong_resident(streaming: Callable[..., Attached]) -> None:
+    """Wherever it ends."""
+    a = streaming(n_threads=1)
+    left = 0
+
+    def ask(_: object) -> bool:
+        nonlocal left
+        left -= 1
+        return left < 0
+
+    abort = llama_cpp.ggml_abort_callback(ask)
+    for n_nodes in range(1, 200):
+        afresh(a)
+        left = n_nodes
+        llama_cpp.llama_set_abort_callback(a.ctx.ptr, abort, None)
+        a.ctx.clear()
+        code = Asked(1, n_nodes).decode(a.ctx)
+        llama_cpp.llama_synchronize(a.ctx.ptr)
+        llama_cpp.llama_set_abort_callback(a.ctx.ptr, llama_cpp.ggml_abort_callback(), None)
+        check_residents(a)
+        if code == 0:
+            break
+    assert test_device().kind != "cpu" or n_nodes > 10
+
+
+def test_a_decode_that_the_pool_fails_leaves_no_wrong_resident(streaming: Callable[..., Attached]) -> None:
+    """What crosses the link does not need the pool; the decodes that follow take the portable execution."""
+    a = streaming(experts={"pool_threads": N_POOL, "timeout_ms": TIMEOUT_MS})
+    before = residents(a)
+    a.experts.inject_pool_fault(1, 4 * TIMEOUT_MS)
+    assert np.isnan(step(a, 9)).all() and a.experts.failure()
+    assert (residents(a) != before).any()
+    step(a, 9)
+    assert not any(r.in_stream for r in a.experts.rows())
+    check_residents(a)
+
+
+@pytest.mark.parametrize("most", [32, 64])
+def test_wide_ubatches_find_what_narrow_ones_before_them_streamed(
+    streaming: Callable[..., Attached], most: int
+) -> None:
+    """Two sequences of different length: 2 · 3 tokens in-stream, then 57 as a prompt or in the portable execution."""
+    a = streaming(n_ubatch=100, n_seq_max=2, kv_unified=False, experts={"max_batch_tokens": most})
+    for seed in range(3):
+        afresh(a, native.MAX_STREAMED)
+        before = residents(a)
+        streamed = decode_two(a, seed)
+        assert [n.shape[1] for n in a.experts.choices()] == [6, 57]
+        assert (residents(a) != before).any()
+        a.experts.set_streaming(0)
+        assert close(streamed, decode_two(a, seed))
+
+
+def decode_two(a: Attached, seed: int) -> Array:
+    """3 tokens of one sequence and 60 of another in one batch."""
+    a.ctx.clear()
+    ids = tokens(63, seed)
+    batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
+    try:
+        batch.n_tokens = len(ids)
+        for i, token in enumerate(ids):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, i if i < 3 else i - 3, True
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, int(i >= 3)
+        assert llama_cpp.llama_decode(a.ctx.ptr, batch) == 0
+    finally:
+        llama_cpp.llama_batch_free(batch)
+    logits = llama_cpp.llama_get_logits(a.ctx.ptr)
+    result: Array = np.ctypeslib.as_array(logits, shape=(len(ids), a.model.n_vocab)).copy()
+    return result

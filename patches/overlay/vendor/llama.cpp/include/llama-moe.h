@@ -12,8 +12,9 @@
 // upstream's path and says why (llama_moe_row_info::fallback).
 //
 // Threads. As for the rest of the API, a context belongs to one thread at a time. Between llama_decode and llama_synchronize
-// (or reading logits) a decode is in flight: evict, publish, set_slots and set_router_callback are refused then with
-// LLAMA_MOE_IN_FLIGHT (set_execution too); load and sync are allowed, also from another thread. Attach and detach wait for the decode.
+// (or reading logits) a decode is in flight: evict, publish, set_slots, set_execution, set_streaming and set_router_callback
+// are refused then with LLAMA_MOE_IN_FLIGHT; load, sync and set_values are allowed, also from another thread. Attach and detach wait for
+// the decode.
 //
 // Errors come back as codes; llama_moe_error gives the sentence. Nothing here aborts the process.
 
@@ -66,7 +67,8 @@ extern "C" {
         bool    whole_layers;       // a row whose experts are all resident takes upstream's path, with the slots as its weights
         bool    prompt_lane;        // in-stream: batches over max_batch_tokens are computed on the device, with what is resident from the slots
                                     // and the rest copied from page-locked memory meanwhile. It takes device memory for all experts of
-                                    // one layer. Otherwise, and in rows that cannot, they take upstream's path, which copies every expert in use
+                                    // one layer, unless every expert has a slot. Otherwise, and in rows that cannot, they take upstream's path,
+                                    // which copies every expert in use
     };
 
     // what a row is
@@ -140,7 +142,8 @@ extern "C" {
     // evicted. Without room for both, the old slots of a row that shrinks go first and its residents are uploaded again. A row that
     // cannot grow keeps what it had; the rest is done.
     LLAMA_API int32_t llama_moe_set_slots(struct llama_context * ctx, const int32_t * n_slots);
-    // Changes the execution; graphs are built anew.
+    // Changes the execution; graphs are built anew, and what set_values and set_streaming's `always` said is forgotten. NO_DEVICE_MEMORY:
+    // the portable execution has no room for its buffers, and nothing changed.
     LLAMA_API int32_t llama_moe_set_execution(struct llama_context * ctx, int32_t execution);
     // Why the last decode failed after llama_decode had returned, "" if it did not; waits for the decode. Its outputs are NaN then, and the
     // KV cache holds what must not be used: clear it (llama_memory_clear with data). The context stays usable. A decode that follows

@@ -186,6 +186,10 @@ int32_t moe_residency::load(const moe_block & block, moe_slots & s, int expert) 
 
 int32_t moe_residency::evict(moe_slots & s, int expert) {
     std::lock_guard<std::mutex> lock(mutex);
+    return drop(s, expert);
+}
+
+int32_t moe_residency::drop(moe_slots & s, int expert) {
     const int i = find(s, expert);
     if (i < 0) {
         return LLAMA_MOE_NOT_RESIDENT;
@@ -228,12 +232,16 @@ int moe_residency::publish(moe_slots & s) {
 }
 
 void moe_residency::replace(moe_slots & s, int slot, int expert) {
-    if (s.slot_of[expert] < 0) {
-        evict(s, expert); // its upload may have begun meanwhile
-    }
     std::lock_guard<std::mutex> lock(mutex);
     int32_t & left = s.slot_of[s.slots[slot].expert];
     left = left == slot ? -1 : left; // with several ubatches it may have come back elsewhere
+    s.slots[slot] = {};
+    if (expert < 0) {
+        return;
+    }
+    if (s.slot_of[expert] < 0) {
+        drop(s, expert); // its upload may have begun meanwhile
+    }
     s.slots[slot]     = { expert, moe_slots::PUBLISHED };
     s.slot_of[expert] = slot;
 }

@@ -59,7 +59,8 @@ public:
     int32_t load   (const moe_block & block, moe_slots & s, int expert); // llama_moe_status
     int32_t evict  (moe_slots & s, int expert);
     int     publish(moe_slots & s);
-    void    replace(moe_slots & s, int slot, int expert); // a decode has put the expert into a published slot; the slot's own is cold now
+    // A decode has put the expert into a published slot, whose own is cold now. -1: nobody knows what it holds, it is free.
+    void    replace(moe_slots & s, int slot, int expert);
     void    sync();
     void    states(const moe_slots & s, uint8_t * out) const; // enum llama_moe_expert_state
     void    load_stats(const moe_slots & s, int64_t & n_loads, int64_t & n_bytes) const;
@@ -74,6 +75,7 @@ private:
 
     void run();
     void copy(const job & j);
+    int32_t drop(moe_slots & s, int expert); // evict, with the mutex held
     static int find(const moe_slots & s, int expert);
 
     ggml_backend_dev_t dev;

@@ -290,6 +290,9 @@ bool llama_moe_state::reserve_lane(std::string & error) {
 int32_t llama_moe_state::set_execution(int32_t execution, std::string & error) {
     const bool cpu  = ggml_backend_dev_type(device->dev) == GGML_BACKEND_DEVICE_TYPE_CPU;
     const bool want = execution == LLAMA_MOE_IN_STREAM || (execution == LLAMA_MOE_AUTO && !cpu);
+    if (!want && !reserve_lane(error)) {
+        return LLAMA_MOE_NO_DEVICE_MEMORY; // and nothing has changed
+    }
     if (want && !stream) {
         auto s = std::make_unique<moe_stream>(*this, device->dev);
         int n = 0;
@@ -456,6 +459,9 @@ void llama_moe_state::begin_ubatch(const llama_ubatch & ubatch) {
     for (const auto & l : layers) {
         in_stream = in_stream || runs_in_stream(*l, (int) ubatch.n_tokens);
     }
+    if (stream && !in_stream) {
+        stream->settle(); // ubatches before it may have been narrower, with several sequences
+    }
     if (in_stream && !ctx.cparams.warmup) {
         stream->begin_ubatch((int) ubatch.n_tokens);
         if (cpu_idles((int) ubatch.n_tokens)) { // ggml's CPU threads would spin on the pool's cores after their few microseconds of work
@@ -592,6 +598,7 @@ void llama_moe_state::count_pairs() {
             continue;
         }
         const int row = l->block.row;
+        bool ran = false;
         for (int u = 0; ; u++) {
             int n_tokens = 0;
             const int32_t * ids = log.choices(u, n_tokens);
@@ -604,7 +611,8 @@ void llama_moe_state::count_pairs() {
             ids += (size_t) row*n_tokens*log.n_used;
             llama_moe_perf_data & perf = l->perf;
             std::fill(seen.begin(), seen.end(), false);
-            perf.n_calls += ids[0] >= 0; // else it was a warm-up, or nobody asked for an output of a cropped layer
+            ran = ran || ids[0] >= 0; // else it was a warm-up, or nobody asked for an output of a cropped layer
+            perf.n_calls += ids[0] >= 0;
             for (int t = 0; t < n_tokens; t++) {
                 perf.n_tokens += ids[t*log.n_used] >= 0;
                 for (int k = 0; k < l->block.n_used; k++) {
@@ -621,7 +629,7 @@ void llama_moe_state::count_pairs() {
                 }
             }
         }
-        if (params.perf && in_stream) {
+        if (params.perf && in_stream && ran) { // else the clock tells of another decode
             stream->add_times(*l);
         }
     }

@@ -14,6 +14,8 @@
 #include <stdexcept>
 #include <thread>
 
+static_assert(GGML_MOE_STREAM_MAX_PARTS >= MOE_N_PARTS, "a node names all parts of an expert");
+
 static constexpr float US_REQUEST = 12.0f; // until the pool has begun, and until the device knows that it has ended
 static constexpr float AGAIN      = 0.08f; // what a further token of an expert costs, over the first (Q4_K; docs/kernels.md)
 static constexpr float US_POOL_BYTE = 1.0f/60000, US_LINK_BYTE = 1.0f/40000; // until they are measured: 60 and 40 GB/s
@@ -128,7 +130,7 @@ void moe_stream_client::run(int ith, int n_threads, moe_barrier & barrier) {
 void moe_stream_client::finish(bool given_up) {
     const int64_t us = moe_now_us() - begin_us;
     perf[block->row].us_cold += us;
-    if (n_requests++ > 0 && us_of_byte.size() < us_of_byte.capacity()) {
+    if (n_requests++ > 0 && work > 0 && us_of_byte.size() < us_of_byte.capacity()) {
         us_of_byte.push_back(std::max(0.1*us, (double) us - US_REQUEST)/work);
     }
     if (!given_up) {
@@ -192,6 +194,7 @@ static ggml_moe_stream_picks emulate_picks(const ggml_moe_stream_node & node, co
             const ggml_moe_stream_part & part = node.parts[p];
             memcpy(part.slots + victims[picks.victim[i]].slot*part.size, part.host + picks.expert[i]*part.size, part.size);
         }
+        ch.victims_told[(size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[i]] = { victims[picks.victim[i]].slot, -1 };
     }
     return picks;
 }
@@ -487,6 +490,7 @@ bool moe_stream::init(std::string & error) {
     victims_host = (ggml_moe_stream_victim *) (maps_host + n_maps);
     rates_host   = (float *) (maps_host + n_maps + n_victims);
     std::fill(maps_host, maps_host + n_maps + n_victims, -1);
+    std::fill_n((int32_t *) (base + o_told), n_victims, -1);
     values.assign(n_maps, 0.0f);
     last_used.assign(n_maps, 0);
     streamed_before.assign(n_rows, 0);
@@ -681,7 +685,7 @@ bool moe_stream::end_decode(std::string & failure) {
     const ggml_moe_stream_channel & ch = client->channel;
     switch (__atomic_load_n(ch.failed, __ATOMIC_ACQUIRE)) {
         case GGML_MOE_STREAM_OK:
-            if (n_ubatches == 1) {
+            if (n_ubatches == 1 && client->seq_of_header() == __atomic_load_n(ch.done, __ATOMIC_ACQUIRE)) { // else it was broken off
                 learn(n_tokens_last);
             }
             return true;
@@ -788,37 +792,46 @@ void moe_stream::choose_victims() {
             victims[v] = v < n ? ggml_moe_stream_victim{ found[v].slot, found[v].expert } : ggml_moe_stream_victim{ -1, -1 };
         }
     }
-    std::copy_n(victims_host, st.rows.size()*GGML_MOE_STREAM_MAX_VICTIMS, client->channel.victims_told);
 }
 
 void moe_stream::adopt() {
     if (max_streamed == 0) {
         return;
     }
-    const ggml_moe_stream_channel & ch = client->channel;
     n_decodes++;
+    for (size_t i = 0; i < last_used.size(); i++) {
+        last_used[i] = st.log.counts[i] > 0 ? n_decodes : last_used[i];
+    }
+    settle();
+}
+
+void moe_stream::settle() {
+    if (max_streamed == 0) {
+        return;
+    }
+    if (running) {
+        ggml_backend_synchronize(st.backend_of(dev));
+    }
+    const ggml_moe_stream_channel & ch = client->channel;
     for (moe_layer * l : st.rows) {
         if (!l || client->blocks[l->block.row].row < 0) {
             continue;
         }
-        const int    row = l->block.row;
-        const size_t at  = (size_t) row*st.log.n_expert;
-        for (int e = 0; e < l->block.n_expert; e++) {
-            last_used[at + e] = st.log.counts[at + e] > 0 ? n_decodes : last_used[at + e];
-        }
-        const uint32_t n = ch.n_streamed[row] - streamed_before[row];
-        if (n == 0) {
-            continue;
-        }
-        l->perf.n_streamed_experts += n;
-        streamed_before[row] += n;
-        map_dirty = true;
+        const int row = l->block.row;
+        const bool counts = !running; // else the decode's pairs are found hot
+        l->perf.n_streamed_experts += counts ? ch.n_streamed[row] - streamed_before[row] : 0;
+        streamed_before[row] = ch.n_streamed[row];
         for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
-            const ggml_moe_stream_victim told = ch.victims_told[(size_t) row*GGML_MOE_STREAM_MAX_VICTIMS + v];
+            ggml_moe_stream_victim & told = ch.victims_told[(size_t) row*GGML_MOE_STREAM_MAX_VICTIMS + v];
+            if (running && told.expert < 0) {
+                continue; // the device still finds the slot by its map: it becomes free after the decode
+            }
             if (told.slot >= 0 && l->slots.slots[told.slot].expert != told.expert) {
                 st.residency->replace(l->slots, told.slot, told.expert);
-                l->perf.n_streamed_pairs += st.log.counts[at + told.expert];
+                l->perf.n_streamed_pairs += counts && told.expert >= 0 ? st.log.counts[(size_t) row*st.log.n_expert + told.expert] : 0;
+                map_dirty = true;
             }
+            told = { -1, -1 };
         }
     }
 }
@@ -833,17 +846,16 @@ void moe_stream::learn(int n_tokens) {
     if (!us.empty()) { // the median: a thread that was pushed aside says nothing about the others
         std::nth_element(us.begin(), us.begin() + us.size()/2, us.end());
         follow(us_pool_byte, us[us.size()/2]);
-    } else { // nobody asks a pool that seems slow: forget that slowly
-        us_pool_byte += 0.02f*(US_POOL_BYTE - us_pool_byte);
     }
     double us_hot_sum = 0, us_link = 0, link_bytes = 0;
-    int n_hot = 0;
+    int n_hot = 0, n_streamed = 0;
     for (size_t row = 0; api && row < st.rows.size(); row++) {
         const uint64_t * clock = client->channel.clock + row*4;
         if (client->blocks[row].row < 0 || clock[0] == 0 || clock[1] < clock[0]) {
             continue;
         }
         const uint32_t n = client->channel.n_streamed[row] - streamed_before[row];
+        n_streamed += n;
         const bool streamed = n > 0 && clock[3] > clock[0] && clock[3] <= clock[1];
         if (streamed) {
             us_link    += (clock[3] - clock[0])*1e-3;
@@ -854,6 +866,9 @@ void moe_stream::learn(int n_tokens) {
     }
     if (link_bytes > 0) {
         follow(us_link_byte, us_link/link_bytes);
+    }
+    if (us.empty() && n_streamed > 0) { // nobody asks a pool that seems slow: forget that slowly
+        us_pool_byte += 0.02f*(US_POOL_BYTE - us_pool_byte);
     }
     if (n_hot > 0 && n_tokens <= MAX_TOKENS) {
         follow(us_hot[n_tokens], us_hot_sum/n_hot);

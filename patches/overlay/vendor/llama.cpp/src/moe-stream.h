@@ -50,6 +50,7 @@ public:
     void set_streaming(int max_experts, bool always);  // of a layer in a decode; always: also where the rates speak against it
     void set_values(const float * values);             // [n_rows][n_expert]: residents of low value make room. From any thread
     void adopt();                                      // after a decode: what was streamed is resident
+    void settle();                                     // the same, also in the middle of one: before layers that look at the host's map
     bool streams(const moe_layer & l) const;
 
     // the layer in the graph; F32 [n_embd, n_tokens]

@@ -96,7 +96,9 @@ struct ggml_moe_stream_channel {
     float    * out;     // [n_tokens][n_embd]: the pool's sums
     uint64_t * clock;   // [n_rows][4] ns of the device's clock: publish began, join began, join ended, streaming ended (if there was any)
     uint32_t * n_streamed; // [n_rows] experts that crossed the link in publish, ever
-    struct ggml_moe_stream_victim * victims_told; // [n_rows][MAX_VICTIMS]: `victims` as the last decode left them
+    // [n_rows][MAX_VICTIMS] those of `victims` that have changed since the host looked; slot -1: this one has not. expert -1: publish has
+    // written into the slot, and join did not follow, since the graph was broken off in between
+    struct ggml_moe_stream_victim * victims_told;
     // device memory
     uint32_t * state;   // [0] seq of the last request; of the publish under way: [1] blocks that have handed over their part, [2] blocks that
                         // have streamed theirs, [3] the request has been made; [4] seq of the last request that join has seen answered

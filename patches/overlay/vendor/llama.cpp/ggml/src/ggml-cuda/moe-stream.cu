@@ -291,6 +291,10 @@ static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_st
                     ch.state[2] = 0;
                     ch.state[3] = 0;
                     ch.clock[node.row*4 + 3] = device_clock();
+                    for (int i = 0; i < picks.n; i++) { // join says what they hold
+                        const size_t v = (size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[i];
+                        ch.victims_told[v] = { ch.victims[v].slot, -1 };
+                    }
                 }
             }
             return;
