@@ -423,7 +423,7 @@ class Decoder:
     def _notice(self) -> None:
         self.report.notices += self.drafter.notices
         self.drafter.notices.clear()
-        if self.length.off and not self._said_off:
+        if self.length.off and self.length.settled and not self._said_off:
             self._said_off = True
             self.report.notices.append(
                 f"drafting only costs time here (acceptance {100 * self.length.acceptance:.0f} %): it is off, and tried "

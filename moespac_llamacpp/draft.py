@@ -383,6 +383,11 @@ class DraftLength:
         """The rate at which a guess that was looked at stays."""
         return self._accepted / self._tested
 
+    @property
+    def settled(self) -> bool:
+        """Has it seen more than the first steps of a text?"""
+        return self._steps >= self.PROBE
+
     def choose(self) -> int:
         """The number of guesses for the coming step."""
         if self.fixed or self.draft_max == 0:

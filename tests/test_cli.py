@@ -21,7 +21,7 @@ from moespac_llamacpp.simulate import main as simulate
 from pair import TARGET
 
 MOESPAC = f"{sys.executable} -m moespac_llamacpp.cli"
-GENERATE = f"{MOESPAC} generate -t 1 -n 40 --no-hot-set hello"
+GENERATE = f"{MOESPAC} generate -t 1 -n 40 --draft none --no-hot-set hello"
 
 
 def shell(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
