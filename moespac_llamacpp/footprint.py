@@ -97,8 +97,11 @@ class Meter:
         with recorded_log() as lines, Context(self.model, n_ctx=n_ctx, device=self.device, **self.options) as context:
             assert context.experts is not None
             found, lane = self._footprint(context.n_ctx, lines), context.experts.device_bytes()
+            prompts = context.experts.prompt_memory()
             blocks = _blocks(context.experts)
-        return replace(found, lane=lane, graphs=self._graphs(n_ctx, draft_max) if self.on_gpu else 0), blocks
+        return replace(
+            found, lane=lane, prompts=prompts, graphs=self._graphs(n_ctx, draft_max) if self.on_gpu else 0
+        ), blocks
 
     def _graphs(self, n_ctx: int, draft_max: int) -> int:
         """The most that graphs take: one for each width of a verify batch, between whose ends sizes grow evenly, and all others

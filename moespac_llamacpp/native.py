@@ -170,6 +170,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "llama_moe_set_streaming": (_int32, [_void_p, _int32, ctypes.c_bool]),
     "llama_moe_set_values": (_int32, [_void_p, ctypes.POINTER(ctypes.c_float)]),
     "llama_moe_device_bytes": (_int64, [_void_p]),
+    "llama_moe_prompt_memory": (_int64, [_void_p]),
     "llama_moe_load": (_int32, [_void_p, _int32, _int32]),
     "llama_moe_evict": (_int32, [_void_p, _int32, _int32]),
     "llama_moe_publish": (_int32, [_void_p]),
@@ -577,6 +578,10 @@ class Experts:
     def device_bytes(self) -> int:
         """Bytes that slots and lane buffers take on the device."""
         return int(_f["llama_moe_device_bytes"](self._ctx))
+
+    def prompt_memory(self) -> int:
+        """Of the device bytes, what prompts need as long as not every expert has a slot."""
+        return int(_f["llama_moe_prompt_memory"](self._ctx))
 
     def host_bytes(self) -> tuple[int, int]:
         """(bytes of all experts in host memory, bytes of these that are page-locked)."""

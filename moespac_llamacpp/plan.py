@@ -6,7 +6,7 @@ Integer arithmetic on sizes that footprint.py found; no llama.cpp. Who makes a p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from moespac_llamacpp.memory import BlockSize, Pace, slots_for_bytes, slots_for_share, slots_for_time
@@ -31,6 +31,7 @@ class Footprint:
     host_compute: int = 0
     expert_bytes: int = 0  # of all routed experts; host memory
     lane: int = 0  # on the device: inputs and compute buffer of the lane of the resident experts
+    prompts: int = 0  # of the lane: what prompts need unless every expert has a slot
     graphs: int = 0  # on the device: compute buffers of the graphs kept per batch width
 
     @property
@@ -99,7 +100,7 @@ class Plan:
 
     @property
     def slot_bytes(self) -> int:
-        return sum(n * block.expert_bytes for n, block in zip(self.slots, self.blocks, strict=True))
+        return _bytes(self.slots, self.blocks)
 
     @property
     def device_bytes(self) -> int:
@@ -199,6 +200,10 @@ def _device_lines(target: Footprint, draft: Footprint | None) -> list[str]:
     return [f"  {name:34s} {size(n):>10s}" for name, n in rows if n]
 
 
+def _bytes(slots: Sequence[int], blocks: Sequence[Block]) -> int:
+    return sum(n * block.expert_bytes for n, block in zip(slots, blocks, strict=True))
+
+
 def _fixed(target: Footprint, draft: Footprint | None) -> int:
     return target.device + (draft.device if draft else 0)
 
@@ -220,6 +225,8 @@ def make(
     usable = _usable(place, wishes)
     _check_host(place, target, draft)
     _check_device(place, usable, target, draft)
+    every = [block.n_expert if block.hybrid else 0 for block in blocks]
+    with_every = replace(target, lane=target.lane - target.prompts, prompts=0)
     room = usable - _fixed(target, draft)
     on_cpu = wishes.vram is None and wishes.expert_bytes is None and not place.gpu
     if wishes.share is not None:
@@ -228,7 +235,11 @@ def make(
         slots = slots_for_share(blocks, CPU_SHARE)
     else:
         n_bytes = room if wishes.expert_bytes is None else wishes.expert_bytes
+        if wishes.expert_bytes is None and _bytes(every, blocks) <= usable - _fixed(with_every, draft):
+            n_bytes = max(n_bytes, _bytes(every, blocks))
         slots = slots_for_bytes(blocks, n_bytes) if pace is None else slots_for_time(blocks, n_bytes, pace)
+    if slots == every:
+        target, room = with_every, usable - _fixed(with_every, draft)
     plan = Plan(place, usable, target, draft, list(blocks), slots, _notes(target, blocks, slots, wishes))
     if plan.slot_bytes > room:
         raise PlanError(

@@ -65,6 +65,18 @@ def test_vram_is_for_everything_and_the_other_wishes_for_experts() -> None:
         make(GPU, TARGET_SIZE, BLOCKS, None, Wishes(vram=GIB, share=0.1))
 
 
+def test_where_every_expert_has_a_slot_prompts_need_no_memory_of_their_own() -> None:
+    target = replace(TARGET_SIZE, lane=GIB, prompts=GIB - MIB)
+    everything = 48 * 128 * 2 * MIB
+    fits = replace(GPU, free=RESERVE + target.device - target.prompts + everything, total=64 * GIB)
+    for place, wishes in ((fits, Wishes()), (replace(fits, free=fits.free - RESERVE), Wishes(share=1.0))):
+        plan = make(place, target, BLOCKS, None, wishes)
+        assert plan.slots == [128] * 48 and plan.target.lane == MIB
+        assert plan.device_bytes == plan.usable
+    less = make(replace(fits, free=fits.free - 1), target, BLOCKS)
+    assert less.target.lane == GIB and less.slot_bytes <= everything - target.prompts
+
+
 def test_without_a_gpu_a_quarter_has_slots() -> None:
     assert make(CPU, replace(TARGET_SIZE, weights=0, kv=0, compute=0), BLOCKS).slots == [32] * 48
 

@@ -401,8 +401,11 @@ def test_its_memory_is_one_layers_and_counted(root: Path) -> None:
     for options in ({}, {"prompt_lane": False}, {"n_ubatch": 32}):
         with lane(path, "qwen3moe", **options) as p:
             taken.append(p.experts.device_bytes())
+            assert (p.experts.prompt_memory() > 0) == (not options)
+            if not options:
+                memory = p.experts.prompt_memory()
             expert = 256 * 256 * 4
-    assert taken[0] - taken[1] == 3 * 8 * expert, "the larger layer's gate and up, the other's down"
+    assert memory == taken[0] - taken[1] == 3 * 8 * expert, "the larger layer's gate and up, the other's down"
     assert taken[2] <= taken[1], "where no ubatch is over the hybrid width there is no lane"
 
 

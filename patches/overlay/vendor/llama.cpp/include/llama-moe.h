@@ -159,6 +159,8 @@ extern "C" {
 
     // Bytes that slots, the lanes' buffers and the graphs kept per width take on the device now.
     LLAMA_API int64_t llama_moe_device_bytes(const struct llama_context * ctx);
+    // Of these, what prompts need as long as not every expert has a slot.
+    LLAMA_API int64_t llama_moe_prompt_memory(const struct llama_context * ctx);
 
     // Starts an upload into a free slot and returns at once. The expert stays cold until a publish after the upload landed.
     LLAMA_API int32_t llama_moe_load (struct llama_context * ctx, int32_t row, int32_t expert);

@@ -297,6 +297,11 @@ int64_t llama_moe_device_bytes(const llama_context * ctx) {
     return st ? st->device_bytes() : 0;
 }
 
+int64_t llama_moe_prompt_memory(const llama_context * ctx) {
+    const llama_moe_state * st = state_of(ctx);
+    return st && st->prompt ? (int64_t) st->prompt->device_bytes() : 0;
+}
+
 int32_t llama_moe_load(llama_context * ctx, int32_t row, int32_t expert) {
     llama_moe_state * st = state_of(ctx);
     if (!st) {
