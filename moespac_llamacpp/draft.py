@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median_low
 from typing import Protocol
 
 import llama_cpp
@@ -339,7 +339,8 @@ class DraftLength:
 
     With each guess accepted at rate a, n guesses yield (1 − a^(n+1)) / (1 − a) tokens (Leviathan et al. 2023, equation 1) in
     the time of verifying n + 1 tokens and drafting n. The n of the most tokens per second is taken, 0 included. Times are
-    medians of the last few steps of each length, between lengths interpolated and beyond the longest drawn on in a straight line.
+    medians of the last few steps of each length (of two the lower: the first may have made the graph), between lengths
+    interpolated and beyond the longest drawn on in a straight line.
     A text begins with a short draft and with none; a length that seems best and was never taken is tried at once. So the first 64
     tokens reach 93 to 98 % of the best fixed length's rate where they had 78 to 91 % when each text began with draft_max guesses
     (simulated with times of an H200 and of a slower machine; only where any draft pays, 98 instead of 100 %). Now and then the
@@ -412,7 +413,7 @@ class DraftLength:
         self._last_try[n_drafted] = self._steps
         times = self._verify.setdefault(n_drafted, deque(maxlen=self.WINDOW))
         times.append(verify_seconds)
-        self._median[n_drafted] = median(times)
+        self._median[n_drafted] = median_low(times)
         if n_drafted:
             self._draft.append(draft_seconds / n_drafted)
             fade = self.FADE_OFF if self.off else self.FADE
@@ -434,4 +435,4 @@ class DraftLength:
             slope = max(0.0, (times[-1] - times[-2]) / (known[-1] - known[-2]))
             verify += slope * np.maximum(0, self._lengths - known[-1])
         tokens = (1 - a ** (self._lengths + 1)) / (1 - a)
-        return np.asarray(tokens / (verify + self._lengths * median(self._draft)), np.float64)
+        return np.asarray(tokens / (verify + self._lengths * median_low(self._draft)), np.float64)
