@@ -17,14 +17,13 @@ from moespac_llamacpp.acceptance import END, Sampler, Sampling, log_probability,
 from moespac_llamacpp.draft import Draft, Drafter, DraftError, DraftLength, NoDraft, common_prefix
 from moespac_llamacpp.grammar import compile_grammar
 from moespac_llamacpp.models import Context
+from moespac_llamacpp.native import MAX_BATCH_TOKENS
 from moespac_llamacpp.residency import Residency
 from moespac_llamacpp.telemetry import Step, Telemetry
 
 #: Why a generation that was left for another one cannot go on
 ABANDONED = "this text cannot go on: another one was started with the model since, or it was closed"
 
-#: Batches up to this width are computed on both sides at once (moe_stream::MAX_TOKENS).
-IN_STREAM_TOKENS = 32
 #: Up to so many tokens a prompt is quicker in such pieces than at once: 64 took 75 ms instead of 112, 128 took 164 instead of 138
 #: (planted Qwen3-30B-A3B with 25 % of its experts in slots, H200 and 16 cores).
 SHORT_PROMPT = 64
@@ -286,8 +285,8 @@ class Decoder:
     def _piece(self, n: int) -> int:
         """Tokens of a batch in which n tokens of a prompt are evaluated."""
         experts, most = self.context.experts, self.context.n_batch
-        if experts and IN_STREAM_TOKENS < n <= SHORT_PROMPT and any(row.in_stream for row in experts.rows()):
-            return min(most, IN_STREAM_TOKENS)
+        if experts and MAX_BATCH_TOKENS < n <= SHORT_PROMPT and any(row.in_stream for row in experts.rows()):
+            return min(most, MAX_BATCH_TOKENS)
         return most
 
     def _show(self, done: int, total: int) -> None:

@@ -28,8 +28,8 @@ _INPUT = re.compile(r"(token_embd|position_embd|token_types|per_layer_token_embd
 _CACHE = re.compile(r"[:,] size =\s*([\d.]+) MiB\b")  # not the "KV buffer size", which is 0 in a dry run
 _CACHE_LAYER = re.compile(r"layer\s+\d+: dev = (\S+)")
 _COMPUTE = re.compile(r"sched_reserve:\s+(\S+) compute buffer size =\s*([\d.]+) MiB")
-#: Batches of up to so many tokens have a graph of their width, and so many graphs are kept (moe-graphs.h, native.Experts)
-MAX_BATCH, MAX_WIDTHS = 32, 16
+#: So many graphs of batches up to native.MAX_BATCH_TOKENS are kept, one for each width (moe-graphs.h)
+MAX_WIDTHS = 16
 
 
 def weights(
@@ -107,7 +107,7 @@ class Meter:
         """The most that graphs take: one for each width of a verify batch, between whose ends sizes grow evenly, and all others
         that are kept as for the widest short prompt."""
         n_verify = min(draft_max + 1, MAX_WIDTHS)
-        narrow, wide, widest = (self._width(n_ctx, n) for n in (1, draft_max + 1, MAX_BATCH))
+        narrow, wide, widest = (self._width(n_ctx, n) for n in (1, draft_max + 1, native.MAX_BATCH_TOKENS))
         return n_verify * (narrow + wide) // 2 + (MAX_WIDTHS - n_verify) * widest
 
     def _width(self, n_ctx: int, n_tokens: int, attach: bool = True) -> int:

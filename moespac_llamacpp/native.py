@@ -23,6 +23,9 @@ COLD, UPLOADING, RESIDENT = 0, 1, 2  # enum llama_moe_expert_state
 #: Experts of a row that may cross the link during a decode, at most (GGML_MOE_STREAM_MAX_VICTIMS).
 MAX_STREAMED = 8
 
+#: Tokens of the widest batch that is computed in-stream (moe_stream::MAX_TOKENS), and in either execution unless told otherwise.
+MAX_BATCH_TOKENS = 32
+
 #: enum llama_moe_execution by name
 EXECUTIONS = {"auto": 0, "portable": 1, "in-stream": 2}
 
@@ -475,7 +478,7 @@ class Experts:
         execution: str = "auto",
         pool_threads: int = 0,
         timeout_ms: int = 10_000,
-        max_batch_tokens: int = 32,
+        max_batch_tokens: int = MAX_BATCH_TOKENS,
         stream_experts: int = 0,
         own_kernels: bool = True,
         cache_graphs: bool = True,

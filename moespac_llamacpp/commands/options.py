@@ -13,7 +13,9 @@ import typer
 
 from moespac_llamacpp.engine import TINY_MODEL
 from moespac_llamacpp.grammar import from_json_schema, read_grammar
+from moespac_llamacpp.native import MAX_STREAMED
 from moespac_llamacpp.policies import NAMES as POLICIES
+from moespac_llamacpp.residency import STREAM_EXPERTS
 from moespac_llamacpp.sampling import Sampling
 
 
@@ -119,9 +121,12 @@ class LoadOptions:
     stream_experts: Annotated[
         int,
         typer.Option(
-            "--stream-experts", min=0, max=8, help="Experts of a layer that may cross the link in the middle of a step."
+            "--stream-experts",
+            min=0,
+            max=MAX_STREAMED,
+            help="Experts of a layer that may cross the link in the middle of a step.",
         ),
-    ] = 8
+    ] = STREAM_EXPERTS
     no_hot_set: Annotated[
         bool,
         typer.Option("--no-hot-set", help="Do not start with the experts that the last run left, nor leave any."),

@@ -280,7 +280,7 @@ static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_st
         }
         if (blockIdx.y >= a.n_tokens) {
             if (picks.n > 0) {
-                // The request first: behind a link full of reads it would take 50 µs. Blocks start in order, so those that make it are under way.
+                // The request first, or it queues behind a link full of reads. Blocks start in order, so those that make it are under way.
                 while (picks.n_left > 0 && *(volatile uint32_t *) &ch.state[3] == 0) {
                     nap();
                 }
@@ -350,8 +350,7 @@ static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_st
             *(float4 *) ((float *) ch.x + (size_t) t_own*node.n_embd + col) = v;
         }
     }
-    // One release for the whole system, by the last block, covers what the others released to it. (A fence for the system in each block
-    // costs 6 µs a token: they are served one after the other.)
+    // One release for the whole system, by the last block, covers what the others released to it.
     __syncthreads();
     if (tid == 0) {
         __threadfence();
