@@ -18,6 +18,7 @@ from commands import invoke
 from moespac_llamacpp.header import InspectError, read_header, read_parts
 from native_build import build_rpc, find_source, or_skip
 from pair import DRAFT, TARGET
+from parity import test_device
 
 HERE = Path(__file__).parent
 
@@ -296,3 +297,47 @@ def test_a_device_lost_in_the_middle_leaves_the_text_and_a_sentence() -> None:
     assert len(done.stdout) > 10 and whole.stdout_bytes.startswith(done.stdout), (done.stdout, whole.stdout)
     assert "moespac: llama.cpp gave up and ends the process (ggml-rpc.cpp:" in said
     assert "the text above is complete up to here; if a GPU was full" in said and "Traceback" not in said
+
+
+GPU_FAILS = """
+import ctypes, sys
+from moespac_llamacpp import cli, models
+# A kernel that writes to address 0: whatever this process asks of the GPU afterwards fails.
+PTX = b".version 7.0\\n.target sm_70\\n.address_size 64\\n.visible .entry f() {.reg .u64 %a; .reg .u32 %b; mov.u64 %a, 0; " \\
+      b"mov.u32 %b, 1; st.global.u32 [%a], %b; ret;}\\0"
+cuda = ctypes.CDLL("libcuda.so.1")
+def call(name, *a):
+    assert getattr(cuda, name)(*a) == 0, name
+def fail():
+    context, module, kernel, p = (ctypes.c_void_p() for _ in range(4))
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+    call("cuCtxSetCurrent", context)
+    call("cuModuleLoadData", ctypes.byref(module), PTX)
+    call("cuModuleGetFunction", ctypes.byref(kernel), module, b"f")
+    call("cuLaunchKernel", kernel, 1, 1, 1, 1, 1, 1, 0, p, p, p)
+decode, n = models.Context.decode, 0
+def counted(self, *a, **k):
+    global n
+    n += 1
+    if n == 8:
+        fail()
+    return decode(self, *a, **k)
+models.Context.decode = counted
+cli.main()
+"""
+
+
+def test_a_gpu_that_fails_in_the_middle_leaves_the_text_and_a_sentence() -> None:
+    """As above, by a CUDA error: on the GPU that MOESPAC_TEST_DEVICE names."""
+    device = test_device()
+    if not device.name.startswith("CUDA"):
+        pytest.skip("MOESPAC_TEST_DEVICE names no CUDA device")
+    arguments = ["generate", "The heron stood in the", "-n", "40", "-t", "1", "--draft", "none", "--policy", "static"]
+    arguments += ["--device", device.name]
+    done = subprocess.run([sys.executable, "-c", GPU_FAILS, *arguments], capture_output=True, timeout=120)
+    whole = invoke(*arguments)
+    said = done.stderr.decode()
+    assert done.returncode == -signal.SIGABRT, said
+    assert len(done.stdout) > 10 and whole.stdout_bytes.startswith(done.stdout), (done.stdout, whole.stdout)
+    assert "moespac: llama.cpp gave up and ends the process (" in said and "Traceback" not in said
+    assert "the text above is complete up to here" in said

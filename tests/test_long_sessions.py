@@ -1,4 +1,6 @@
-"""A chat may go on for hours: neither host nor device memory grows with the steps."""
+"""A chat may go on for hours: neither host nor device memory grows with the steps.
+
+MOESPAC_TEST_DEVICE=CUDA0 measures it on a GPU, by the device's own reading too."""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from moespac_llamacpp.chat import Chat
 from moespac_llamacpp.commands.options import LoadOptions
 from moespac_llamacpp.commands.session import session
 from pair import DRAFT, TARGET
+from parity import test_device
 
 #: Longer than 32 tokens, so that no question makes a graph of its own width.
 QUESTION = (
@@ -29,8 +32,9 @@ def grown(n_steps: int) -> tuple[float, int, int]:
     """(MiB of host memory, bytes on the device, steps). Host: from a third of the steps on; device: from the start.
 
     What the policy remembers is allocated in the first steps, and slots may move between layers within the first budget."""
-    load = LoadOptions(TARGET, ctx=512, threads=1, device="CPU", cache_share=0.25, draft_model=DRAFT, draft_max=4)
-    steps = turn = before = 0
+    device = test_device()
+    load = LoadOptions(TARGET, ctx=512, threads=1, device=device.name, cache_share=0.25, draft_model=DRAFT, draft_max=4)
+    steps = turn = before = free = 0
     with session(load) as decoder:
         experts = decoder.context.experts
         assert experts is not None
@@ -46,8 +50,15 @@ def grown(n_steps: int) -> tuple[float, int, int]:
             if chat.decoder.context.n_past > 300:
                 chat.clear()
             if not before and steps > n_steps // 3:
-                before = host_bytes()
-        return (host_bytes() - before) / MIB, experts.device_bytes() - on_device, steps
+                before, free = host_bytes(), device.memory[0]
+        taken = experts.device_bytes() - on_device
+        if device.kind == "gpu":  # graphs and pools of the backend as well
+            taken = max(taken, free - device.memory[0])
+        print(
+            f"{steps} steps on {device.name}: {(host_bytes() - before) / MIB:.2f} MiB of host memory, {taken} bytes there",
+            end="",
+        )
+        return (host_bytes() - before) / MIB, taken, steps
 
 
 def test_memory_does_not_grow_in_a_long_chat() -> None:
