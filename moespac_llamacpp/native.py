@@ -23,6 +23,9 @@ COLD, UPLOADING, RESIDENT = 0, 1, 2  # enum llama_moe_expert_state
 #: Experts of a row that may cross the link during a decode, at most (GGML_MOE_STREAM_MAX_VICTIMS).
 MAX_STREAMED = 8
 
+#: Experts of a row that the look-ahead may bring (GGML_MOE_STREAM_MAX_AHEAD).
+MAX_AHEAD = 8
+
 #: Tokens of the widest batch that is computed in-stream (moe_stream::MAX_TOKENS), and in either execution unless told otherwise.
 MAX_BATCH_TOKENS = 32
 
@@ -84,6 +87,7 @@ class _Params(ctypes.Structure):
         ("timeout_ms", ctypes.c_int32),
         ("max_batch_tokens", ctypes.c_int32),
         ("stream_experts", ctypes.c_int32),
+        ("look_ahead", ctypes.c_int32),
         ("own_kernels", ctypes.c_bool),
         ("cache_graphs", ctypes.c_bool),
         ("perf", ctypes.c_bool),
@@ -121,6 +125,8 @@ class _PerfData(ctypes.Structure):
         ("n_loads", ctypes.c_int64),
         ("n_load_bytes", ctypes.c_int64),
         ("n_streamed_experts", ctypes.c_int64),
+        ("n_ahead_experts", ctypes.c_int64),
+        ("n_ahead_right", ctypes.c_int64),
         ("n_streamed_pairs", ctypes.c_int64),
         ("us_plan", ctypes.c_double),
         ("us_launch", ctypes.c_double),
@@ -171,6 +177,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "llama_moe_inject_pool_fault": (_int32, [_void_p, _int32, _int32]),
     "llama_moe_pool_threads": (_int32, [_void_p]),
     "llama_moe_set_streaming": (_int32, [_void_p, _int32, ctypes.c_bool]),
+    "llama_moe_set_look_ahead": (_int32, [_void_p, _int32, ctypes.c_float]),
     "llama_moe_set_values": (_int32, [_void_p, ctypes.POINTER(ctypes.c_float)]),
     "llama_moe_device_bytes": (_int64, [_void_p]),
     "llama_moe_prompt_memory": (_int64, [_void_p]),
@@ -424,6 +431,8 @@ class Perf:
     n_loads: int = 0
     n_load_bytes: int = 0
     n_streamed_experts: int = 0
+    n_ahead_experts: int = 0
+    n_ahead_right: int = 0
     n_streamed_pairs: int = 0
     us_plan: float = 0.0
     us_launch: float = 0.0
@@ -465,7 +474,7 @@ class Experts:
     pool_threads: in-stream, how many threads compute the cold experts; 0: the context's n_threads, less the cores that must stay
     free. timeout_ms: in-stream, a layer's CPU part that takes longer has failed (see `failure`).
     whole_layers: a row whose experts are all resident takes llama.cpp's own path, with the slots as its weights.
-    stream_experts: see `set_streaming`.
+    stream_experts: see `set_streaming`. look_ahead: see `set_look_ahead`.
     prompt_lane: in-stream, batches over max_batch_tokens take what is resident from the slots, and the rest over the link
     meanwhile, at the price of device memory for all experts of one layer; else llama.cpp's own path copies all that they use.
     """
@@ -480,6 +489,7 @@ class Experts:
         timeout_ms: int = 10_000,
         max_batch_tokens: int = MAX_BATCH_TOKENS,
         stream_experts: int = 0,
+        look_ahead: int = 0,
         own_kernels: bool = True,
         cache_graphs: bool = True,
         perf: bool = False,
@@ -493,6 +503,7 @@ class Experts:
         params.timeout_ms = timeout_ms
         params.max_batch_tokens = max_batch_tokens
         params.stream_experts = stream_experts
+        params.look_ahead = look_ahead
         params.own_kernels = own_kernels
         params.cache_graphs = cache_graphs
         params.perf = perf
@@ -555,6 +566,14 @@ class Experts:
         residents the batch does not use, and stay there. How many pays follows from measured rates; `always`: it is not asked.
         Not while a decode is in flight. MoeError INVALID_ARGUMENT: another number."""
         _check(_f["llama_moe_set_streaming"](self._ctx, max_experts, always))
+
+    def set_look_ahead(self, max_experts: int, *, wrong: float = 0.0) -> None:
+        """In-stream: while a row is computed, up to max_experts (0 to MAX_AHEAD) experts cross the link that the next row is going to
+        choose as far as its own router says, given this row's input (a stale gate). As many as arrive in time, by measured rates;
+        none while most guesses are wrong. They take the same slots as streamed ones.
+        wrong: this share of the guesses is replaced by random ones, for measurements with models that are easier to foresee than
+        real ones. Not while a decode is in flight. MoeError INVALID_ARGUMENT: another number or share."""
+        _check(_f["llama_moe_set_look_ahead"](self._ctx, max_experts, wrong))
 
     def set_values(self, values: NDArray[Any]) -> None:
         """[n_rows, n_expert]: when experts cross the link, residents of least value make room; of equal values, those that were

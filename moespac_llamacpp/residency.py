@@ -37,6 +37,8 @@ from moespac_llamacpp.worker import Job, Worker
 
 #: Experts of a layer that a decode may stream, see native.Experts.set_streaming.
 STREAM_EXPERTS = 8
+#: Experts of a layer that may be brought before it begins, see native.Experts.set_look_ahead.
+LOOK_AHEAD = 8
 #: Less than this says nothing of a link's rate.
 MEASURABLE_BYTES = 1 << 20
 
@@ -72,12 +74,15 @@ class Residency:
         sync_moves: bool = False,
         resplit: bool = True,
         stream_experts: int = STREAM_EXPERTS,
+        look_ahead: int = LOOK_AHEAD,
+        wrong_guesses: float = 0.0,
     ) -> None:
         """max_moves: for one plan and what is expected after it together; None: what the link has time for (window.py).
         overlap False: all of it in the caller's thread, the moves of a plan started at once. sync_moves: the ablation without
         asynchrony, in which the step waits for its moves (and nothing overlaps). resplit False: layers keep their slots.
         stream_experts: so many experts of a layer may cross the link in the middle of a decode, where the execution can do that
-        and the policy says which residents make room (planning.Valued)."""
+        and the policy says which residents make room (planning.Valued). look_ahead: and so many while the layer before is computed;
+        wrong_guesses: of them, for measurements (native.Experts.set_look_ahead)."""
         self.experts = experts
         self.policy = policy
         self.max_moves = max_moves
@@ -112,8 +117,11 @@ class Residency:
         self._bytes_left = 0.0
         self._n_plans = 0
         self._complete = False
-        self.stream_experts = stream_experts if isinstance(policy, Valued) else 0
-        experts.set_streaming(self.stream_experts)
+        valued = isinstance(policy, Valued)
+        self.stream_experts = stream_experts if valued else 0
+        self.look_ahead = look_ahead if valued else 0
+        self.wrong_guesses = wrong_guesses
+        self._stream(True)
 
     @property
     def complete(self) -> bool:
@@ -155,11 +163,15 @@ class Residency:
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Decodes in it leave the residents as they are."""
-        self.experts.set_streaming(0)
+        self._stream(False)
         try:
             yield
         finally:
-            self.experts.set_streaming(self.stream_experts)
+            self._stream(True)
+
+    def _stream(self, on: bool) -> None:
+        self.experts.set_streaming(self.stream_experts if on else 0)
+        self.experts.set_look_ahead(self.look_ahead if on else 0, wrong=self.wrong_guesses)
 
     def hot_set(self) -> HotSet:
         """What another run may start with."""

@@ -89,6 +89,9 @@ class FakeExperts:
     def set_streaming(self, max_experts: int) -> None:
         self._touched("set_streaming")
 
+    def set_look_ahead(self, max_experts: int, *, wrong: float) -> None:
+        self._touched("set_look_ahead")
+
     def set_values(self, values: np.ndarray) -> None:
         assert values.shape == self.table.shape
 

@@ -1,18 +1,21 @@
-"""The stream lane: during a decode cold experts cross the link into slots whose residents the batch does not use.
+"""The stream lane: during a decode cold experts cross the link into slots whose residents the batch does not use, when their
+layer has chosen them, or before, when the look-ahead expects that.
 
 On the CPU the device's part is emulated (src/moe-stream.cpp) with the same decisions, maps and victims."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
+import gguf
 import llama_cpp
 import numpy as np
 import pytest
 
 from conftest import Attached
-from lowlevel import EXACT, GgmlTensor, decode
+from lowlevel import EXACT, Capture, GgmlTensor, decode
 from moespac_llamacpp import native
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import GgufDraft
@@ -28,12 +31,14 @@ FAMILIES = ("qwen3moe", "gpt-oss", "llama4", "grovemoe", "gemma4-scale", "glm4mo
 
 @pytest.fixture
 def streaming(attach: Callable[..., Attached]) -> Callable[..., Attached]:
-    """attach(…) in-stream, every second expert resident, up to `most` experts of a row streamed whatever the rates say."""
+    """attach(…) in-stream, every second expert resident, up to `most` experts of a row streamed whatever the rates say, and up to
+    `ahead` before."""
 
-    def make(family: str = "qwen3moe", most: int = 2, **options: Any) -> Attached:
+    def make(family: str = "qwen3moe", most: int = 2, ahead: int = 0, **options: Any) -> Attached:
         a = attach(family, experts={"execution": "in-stream", **options.pop("experts", {})}, **options)
         half_resident(a.experts)
         a.experts.set_streaming(most, always=True)
+        a.experts.set_look_ahead(ahead)
         return a
 
     return make
@@ -50,24 +55,90 @@ def residents(a: Attached) -> Array:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("n", [1, 3, 9])
-def test_streamed_experts_give_the_same_results(streaming: Callable[..., Attached], family: str, n: int) -> None:
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_streamed_experts_give_the_same_results(
+    streaming: Callable[..., Attached], family: str, n: int, ahead: int
+) -> None:
     """With the lane and without, and when what it has left in the slots is hit later."""
     a = streaming(family)
     assert any(r.streams for r in a.experts.rows())
-    n_streamed = 0
+    n_streamed = n_ahead = 0
     for seed in range(4):
         a.experts.set_streaming(2, always=True)
+        a.experts.set_look_ahead(ahead)
         a.experts.reset_perf()
         streamed = step(a, n, seed)
         n_streamed += a.experts.perf_total().n_streamed_experts
+        n_ahead += a.experts.perf_total().n_ahead_experts
         a.experts.set_streaming(0)
+        a.experts.set_look_ahead(0)
         again = step(a, n, seed)
         assert a.experts.perf_total().n_streamed_experts == 0 or n_streamed > 0
         a.experts.set_execution("portable")
         plain = step(a, n, seed)
         a.experts.set_execution("in-stream")
         assert np.isfinite(streamed).all() and close(streamed, plain) and close(again, plain)
-    assert n_streamed > 0
+    assert (n_streamed > 0 and (n_ahead > 0) == (ahead > 0)) or n == 9, "many tokens may use all experts that have slots"
+
+
+# by family: the block's input, the router's bias, whether it is added to the score's sigmoid
+ROUTERS = {
+    "qwen3moe": ("ffn_norm", "", False),
+    "gpt-oss": ("attn_post_norm", "ffn_gate_inp.bias", False),
+    "glm4moe": ("post_attn_norm", "exp_probs_b.bias", True),
+}
+
+
+@pytest.mark.parametrize("family", ROUTERS)
+def test_the_look_ahead_brings_what_the_next_router_would_choose(
+    streaming: Callable[..., Attached], family: str
+) -> None:
+    """Given this row's input; those of highest score first, if they have no slot."""
+    name, bias, sigmoid = ROUTERS[family]
+    capture = Capture(name)
+    a = streaming(family, most=0, ahead=1, cb=capture)
+    weights = {
+        t.name: np.array(t.data, np.float64) for t in gguf.GGUFReader(a.model.path).tensors if t.tensor_type == 0
+    }
+    rows = [r for r in a.experts.rows() if r.streams]
+    pairs = list(itertools.pairwise(rows))
+    n_ahead = n_right = 0
+    for seed in range(6):
+        before = residents(a)
+        capture.clear()
+        a.experts.reset_perf()
+        step(a, 1, seed)
+        after, used = residents(a), a.experts.counts() > 0
+        expected = np.zeros_like(before)
+        for this, behind in pairs:
+            (x,) = capture.tensors[f"{name}-{this.row}"]
+            scores = weights[f"blk.{behind.row}.ffn_gate_inp.weight"] @ x.reshape(-1)
+            scores = 1 / (1 + np.exp(-scores)) if sigmoid else scores
+            scores = scores + weights[f"blk.{behind.row}.{bias}"] if bias else scores
+            likely = [e for e in np.argsort(-scores)[: behind.n_expert_used] if not before[behind.row, e]]
+            expected[behind.row, likely[:1]] = True
+        assert (after & ~before == expected).all()
+        perf = a.experts.perf_total()
+        assert perf.n_ahead_experts == expected.sum() and perf.n_ahead_right == (used & expected).sum()
+        assert perf.n_streamed_experts == 0 and perf.n_streamed_pairs == a.experts.counts()[expected].sum()
+        n_ahead += perf.n_ahead_experts
+        n_right += perf.n_ahead_right
+    assert n_ahead >= n_right > 0
+
+
+def test_spoilt_guesses_are_wrong(streaming: Callable[..., Attached]) -> None:
+    """A model that is easy to foresee is measured as if it were not."""
+    a = streaming(most=0, ahead=2)
+    right = []
+    for wrong in (0.0, 1.0):
+        a.experts.set_look_ahead(2, wrong=wrong)
+        a.experts.reset_perf()
+        for seed in range(40):
+            step(a, 1, seed)
+        perf = a.experts.perf_total()
+        right.append(perf.n_ahead_right / perf.n_ahead_experts)
+    (row, *_) = a.experts.rows()
+    assert right[0] > 1.5 * right[1] and right[1] < 2 * row.n_expert_used / row.n_expert
 
 
 def test_what_was_streamed_is_resident_and_what_made_room_is_not(streaming: Callable[..., Attached]) -> None:
@@ -163,22 +234,29 @@ def test_an_upload_of_what_is_streamed_meanwhile_is_withdrawn(streaming: Callabl
     a.experts.sync()
 
 
-def test_several_ubatches_of_one_decode_stream_one_after_the_other(streaming: Callable[..., Attached]) -> None:
-    a = streaming(n_ubatch=4)
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_several_ubatches_of_one_decode_stream_one_after_the_other(
+    streaming: Callable[..., Attached], ahead: int
+) -> None:
+    a = streaming(n_ubatch=4, ahead=ahead)
     for seed in range(3):
         before = residents(a)
         a.experts.reset_perf()
         streamed = step(a, 12, seed)
         assert residents(a).sum() == before.sum()
-        assert a.experts.perf_total().n_streamed_experts >= (residents(a) & ~before).sum() > 0
+        perf = a.experts.perf_total()
+        assert perf.n_streamed_experts + perf.n_ahead_experts >= (residents(a) & ~before).sum() > 0
         a.experts.set_streaming(0)
+        a.experts.set_look_ahead(0)
         assert close(streamed, step(a, 12, seed))
         a.experts.set_streaming(2, always=True)
+        a.experts.set_look_ahead(ahead)
 
 
-def test_moves_and_streaming_go_together(streaming: Callable[..., Attached]) -> None:
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_moves_and_streaming_go_together(streaming: Callable[..., Attached], ahead: int) -> None:
     """Evictions, uploads and other numbers of slots between decodes that stream: always what the portable execution computes."""
-    a = streaming()
+    a = streaming(ahead=ahead)
     rng = np.random.default_rng(5)
     for seed in range(12):
         for row in (0, 1):
@@ -218,6 +296,11 @@ def test_a_row_with_a_slot_for_every_expert_does_not_stream(streaming: Callable[
 
 def test_what_cannot_be_asked_for_is_refused(streaming: Callable[..., Attached]) -> None:
     a = streaming()
+    for n in (-1, native.MAX_AHEAD + 1):
+        with pytest.raises(native.MoeError, match=f"bring {n} experts of a row, it must be from 0 to 8"):
+            a.experts.set_look_ahead(n)
+    with pytest.raises(native.MoeError, match=r"share of 1.5.* must be from 0 to 1"):
+        a.experts.set_look_ahead(1, wrong=1.5)
     for n in (-1, native.MAX_STREAMED + 1):
         with pytest.raises(native.MoeError, match=f"{n} experts of a row shall be streamed, it must be from 0 to 8"):
             a.experts.set_streaming(n)
@@ -226,6 +309,8 @@ def test_what_cannot_be_asked_for_is_refused(streaming: Callable[..., Attached])
     assert Asked(1).decode(a.ctx) == 0
     with pytest.raises(native.MoeError, match="in flight"):
         a.experts.set_streaming(0)
+    with pytest.raises(native.MoeError, match="in flight"):
+        a.experts.set_look_ahead(0)
     a.experts.set_values(np.zeros((a.experts.n_rows, a.experts.n_expert)))  # may come from another thread
     llama_cpp.llama_synchronize(a.ctx.ptr)
 
@@ -244,6 +329,7 @@ def test_greedy_text_is_the_targets(pair: Pair, policy: str) -> None:
         residency = Residency(experts, make(policy, experts.n_rows, experts.n_expert))
         residency.fill()
         experts.set_streaming(native.MAX_STREAMED, always=True)
+        experts.set_look_ahead(2)
         experts.reset_perf()
         decoder = Decoder(context, residency, drafter=GgufDraft(draft, pair.target), draft_max=4)
         for prompt in PROMPTS[:3]:
@@ -253,13 +339,14 @@ def test_greedy_text_is_the_targets(pair: Pair, policy: str) -> None:
         decoder.close()
         residency.close()
         perf = experts.perf_total()
-        assert perf.n_streamed_experts > 100 and residency.n_moves > 10
+        assert perf.n_streamed_experts > 100 and perf.n_ahead_experts > 100 and residency.n_moves > 10
 
 
-def afresh(a: Attached, most: int = 2) -> None:
+def afresh(a: Attached, most: int = 2, ahead: int = 0) -> None:
     a.experts.set_slots([0] * a.experts.n_rows)
     half_resident(a.experts)
     a.experts.set_streaming(most, always=True)
+    a.experts.set_look_ahead(ahead)
 
 
 class StopAt:
@@ -275,6 +362,7 @@ class StopAt:
 def check_residents(a: Attached, n: int = 9) -> None:
     """What is called resident lies in its slot: the portable execution computes the same from host memory alone."""
     a.experts.set_streaming(0)
+    a.experts.set_look_ahead(0)
     logits = [step(a, n, seed) for seed in (100, 101)]
     slots = [r.n_slots for r in a.experts.rows()]
     a.experts.set_slots([0] * a.experts.n_rows)
@@ -282,24 +370,28 @@ def check_residents(a: Attached, n: int = 9) -> None:
     a.experts.set_slots(slots)
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("node", ["moe_publish-0", "moe_publish-1", "moe_join-1"])
-def test_a_decode_that_was_broken_off_leaves_no_wrong_resident(streaming: Callable[..., Attached], node: str) -> None:
-    """Between publish and join a slot holds an expert that the map does not name yet."""
+def test_a_decode_that_was_broken_off_leaves_no_wrong_resident(
+    streaming: Callable[..., Attached], node: str, ahead: int
+) -> None:
+    """Between publish and join a slot holds an expert that the map does not name yet; the look-ahead's layer may never begin."""
     callback = StopAt()
     a = streaming(cb=callback)
     for seed in range(4):
-        afresh(a)
+        afresh(a, ahead=ahead)
         before = residents(a)
         callback.name = node
         a.ctx.clear()
         assert Asked(1, seed).decode(a.ctx) == 0
         llama_cpp.llama_synchronize(a.ctx.ptr)
         callback.name = ""
-        assert not (residents(a) & ~before & (a.experts.counts() == 0)).any()
+        assert ahead or not (residents(a) & ~before & (a.experts.counts() == 0)).any()
         check_residents(a)
 
 
-def test_an_aborted_decode_leaves_no_wrong_resident(streaming: Callable[..., Attached]) -> None:
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_an_aborted_decode_leaves_no_wrong_resident(streaming: Callable[..., Attached], ahead: int) -> None:
     """Wherever it ends."""
     a = streaming(n_threads=1)
     left = 0
@@ -311,7 +403,7 @@ def test_an_aborted_decode_leaves_no_wrong_resident(streaming: Callable[..., Att
 
     abort = llama_cpp.ggml_abort_callback(ask)
     for n_nodes in range(1, 200):
-        afresh(a)
+        afresh(a, ahead=ahead)
         left = n_nodes
         llama_cpp.llama_set_abort_callback(a.ctx.ptr, abort, None)
         a.ctx.clear()
@@ -336,19 +428,21 @@ def test_a_decode_that_the_pool_fails_leaves_no_wrong_resident(streaming: Callab
     check_residents(a)
 
 
+@pytest.mark.parametrize("ahead", [0, native.MAX_AHEAD])
 @pytest.mark.parametrize("most", [32, 64])
 def test_wide_ubatches_find_what_narrow_ones_before_them_streamed(
-    streaming: Callable[..., Attached], most: int
+    streaming: Callable[..., Attached], most: int, ahead: int
 ) -> None:
     """Two sequences of different length: 2 · 3 tokens in-stream, then 57 as a prompt or in the portable execution."""
     a = streaming(n_ubatch=100, n_seq_max=2, kv_unified=False, experts={"max_batch_tokens": most})
     for seed in range(3):
-        afresh(a, native.MAX_STREAMED)
+        afresh(a, native.MAX_STREAMED, ahead)
         before = residents(a)
         streamed = decode_two(a, seed)
         assert [n.shape[1] for n in a.experts.choices()] == [6, 57]
         assert (residents(a) != before).any()
         a.experts.set_streaming(0)
+        a.experts.set_look_ahead(0)
         assert close(streamed, decode_two(a, seed))
 
 

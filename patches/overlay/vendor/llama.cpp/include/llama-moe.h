@@ -12,7 +12,7 @@
 // upstream's path and says why (llama_moe_row_info::fallback).
 //
 // Threads. As for the rest of the API, a context belongs to one thread at a time. Between llama_decode and llama_synchronize
-// (or reading logits) a decode is in flight: evict, publish, set_slots, set_execution, set_streaming and set_router_callback
+// (or reading logits) a decode is in flight: evict, publish, set_slots, set_execution, set_streaming, set_look_ahead and set_router_callback
 // are refused then with LLAMA_MOE_IN_FLIGHT; load, sync and set_values are allowed, also from another thread. Attach and detach wait for
 // the decode.
 //
@@ -61,6 +61,7 @@ extern "C" {
         int32_t timeout_ms;         // in-stream: a layer's CPU part that takes longer has failed
         int32_t max_batch_tokens;   // 1 to 512: batches of up to this many tokens run hybrid; for larger ones see prompt_lane
         int32_t stream_experts;     // in-stream: so many experts of a row may cross the link during a decode and be computed on the device, 0 to 8
+        int32_t look_ahead;         // in-stream: and so many while the row before is computed, 0 to 8; see llama_moe_set_look_ahead
         bool    own_kernels;        // cold lane: our multi-column kernels where they exist, else ggml's vec_dot
         bool    cache_graphs;       // keep one graph (and its compute buffers) per batch width, so that a change costs nothing
         bool    perf;               // take times; counters of pairs and experts are always taken
@@ -98,8 +99,10 @@ extern "C" {
         int64_t n_cold_experts;
         int64_t n_loads;        // uploads that landed
         int64_t n_load_bytes;
-        int64_t n_streamed_experts; // of the cold ones, those that crossed the link during the decode; the others were computed by the CPU
-        int64_t n_streamed_pairs;
+        int64_t n_streamed_experts; // of the cold ones, those that crossed the link when the row had chosen them
+        int64_t n_ahead_experts;    // that crossed it before, while the row before was computed
+        int64_t n_ahead_right;      // of these, those that the row then chose
+        int64_t n_streamed_pairs;   // of the cold pairs, those of experts that crossed the link in either way; the others were computed by the CPU
         double  us_plan;        // splitting the pairs
         double  us_launch;      // portable: starting the device lane (thread 0)
         double  us_cold;        // cold lane (portable: after the launch; in-stream: from the request on, with us_plan)
@@ -156,6 +159,11 @@ extern "C" {
     // decode is in flight, also from another thread; it counts from the next decode on.
     LLAMA_API int32_t llama_moe_set_streaming(struct llama_context * ctx, int32_t max_experts, bool always);
     LLAMA_API int32_t llama_moe_set_values   (struct llama_context * ctx, const float * values);
+    // The look-ahead of the stream lane: what a row will need is guessed from the input of the row before, by the row's own router, and
+    // brought while that one is computed: up to max_experts, as many as measured rates let arrive in time, into the same slots. It rests
+    // while most guesses are wrong. wrong: so large a share of the guesses is replaced by random ones (0; for measurements with models
+    // that are easier to foresee than real ones).
+    LLAMA_API int32_t llama_moe_set_look_ahead(struct llama_context * ctx, int32_t max_experts, float wrong);
 
     // Bytes that slots, the lanes' buffers and the graphs kept per width take on the device now.
     LLAMA_API int64_t llama_moe_device_bytes(const struct llama_context * ctx);

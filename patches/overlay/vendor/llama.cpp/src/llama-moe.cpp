@@ -54,7 +54,11 @@ static std::string expert_at(int32_t row, int32_t expert) {
 }
 
 static std::string streamed_out_of_range(int n) {
-    return std::to_string(n) + " experts of a row shall be streamed, it must be from 0 to " + std::to_string(GGML_MOE_STREAM_MAX_VICTIMS);
+    return std::to_string(n) + " experts of a row shall be streamed, it must be from 0 to " + std::to_string(GGML_MOE_STREAM_MAX_STREAMED);
+}
+
+static std::string ahead_out_of_range(int n) {
+    return "the look-ahead shall bring " + std::to_string(n) + " experts of a row, it must be from 0 to " + std::to_string(GGML_MOE_STREAM_MAX_AHEAD);
 }
 
 struct llama_moe_params llama_moe_default_params(void) {
@@ -65,6 +69,7 @@ struct llama_moe_params llama_moe_default_params(void) {
         /*.timeout_ms       =*/ 10000,
         /*.max_batch_tokens =*/ 32,
         /*.stream_experts   =*/ 0,
+        /*.look_ahead       =*/ 0,
         /*.own_kernels      =*/ true,
         /*.cache_graphs     =*/ true,
         /*.perf             =*/ false,
@@ -96,8 +101,11 @@ int32_t llama_moe_attach(llama_context * ctx, llama_moe_params params) {
     if (params.timeout_ms < 1) {
         return fail(LLAMA_MOE_INVALID_ARGUMENT, "timeout_ms is " + std::to_string(params.timeout_ms) + ", it must be at least 1");
     }
-    if (params.stream_experts < 0 || params.stream_experts > GGML_MOE_STREAM_MAX_VICTIMS) {
+    if (params.stream_experts < 0 || params.stream_experts > GGML_MOE_STREAM_MAX_STREAMED) {
         return fail(LLAMA_MOE_INVALID_ARGUMENT, streamed_out_of_range(params.stream_experts));
+    }
+    if (params.look_ahead < 0 || params.look_ahead > GGML_MOE_STREAM_MAX_AHEAD) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, ahead_out_of_range(params.look_ahead));
     }
     std::string error;
     int32_t status;
@@ -234,12 +242,33 @@ int32_t llama_moe_set_streaming(llama_context * ctx, int32_t max_experts, bool a
     if (st->in_flight) {
         return in_flight();
     }
-    if (max_experts < 0 || max_experts > GGML_MOE_STREAM_MAX_VICTIMS) {
+    if (max_experts < 0 || max_experts > GGML_MOE_STREAM_MAX_STREAMED) {
         return fail(LLAMA_MOE_INVALID_ARGUMENT, streamed_out_of_range(max_experts));
     }
     st->params.stream_experts = max_experts;
     if (st->stream) {
         st->stream->set_streaming(max_experts, always);
+    }
+    return LLAMA_MOE_OK;
+}
+
+int32_t llama_moe_set_look_ahead(llama_context * ctx, int32_t max_experts, float wrong) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    if (st->in_flight) {
+        return in_flight();
+    }
+    if (max_experts < 0 || max_experts > GGML_MOE_STREAM_MAX_AHEAD) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, ahead_out_of_range(max_experts));
+    }
+    if (!(wrong >= 0 && wrong <= 1)) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, "a share of " + std::to_string(wrong) + " of the guesses shall be wrong, it must be from 0 to 1");
+    }
+    st->params.look_ahead = max_experts;
+    if (st->stream) {
+        st->stream->set_look_ahead(max_experts, wrong);
     }
     return LLAMA_MOE_OK;
 }

@@ -400,6 +400,18 @@ int llama_moe_state::n_threads_for(int n_tokens) const {
     return n_tokens > 1 ? ctx.cparams.n_threads_batch : ctx.cparams.n_threads;
 }
 
+int llama_moe_state::n_layer() const {
+    return (int) ctx.model.hparams.n_layer();
+}
+
+moe_router llama_moe_state::router_of(const moe_block & block) const {
+    if (block.row != block.il) {
+        return {};
+    }
+    const llama_layer & l = ctx.model.layers[block.il];
+    return { l.ffn_gate_inp, l.ffn_gate_inp_b ? l.ffn_gate_inp_b : l.ffn_exp_probs_b, !l.ffn_gate_inp_b };
+}
+
 bool llama_moe_state::is_second_block(const moe_block & block) const {
     return block.row >= (int) ctx.model.hparams.n_layer_all;
 }

@@ -48,6 +48,12 @@ struct llama_moe_ffn {
     }
 };
 
+struct moe_router {
+    const ggml_tensor * gate = nullptr;
+    const ggml_tensor * bias = nullptr; // of the scores, null: none
+    bool sigmoid = false;               // of the gate's product, before the bias
+};
+
 struct moe_layer {
     struct llama_moe_state * state = nullptr;
     moe_block           block;
@@ -86,6 +92,8 @@ struct llama_moe_state {
     ggml_backend_t backend_of(ggml_backend_dev_t dev) const; // the context's own instance
     int  n_threads_for(int n_tokens) const;
     bool is_second_block(const moe_block & block) const;     // of its layer
+    int  n_layer() const;                                    // without MTP layers
+    moe_router router_of(const moe_block & block) const;     // empty for a second block
 
     // hook of build_moe_ffn; null: take upstream's path
     // (of a layer that is whole on the device with the slots in place of `tensors`)

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <thread>
@@ -146,21 +147,62 @@ static int32_t id_at(const ggml_tensor * ids, int t, int k) {
     return *(const int32_t *) ((const char *) ids->data + t*ids->nb[1] + k*ids->nb[0]);
 }
 
+static const ggml_moe_stream_victim * victims_of(const ggml_moe_stream_node & node) {
+    return node.channel->victims + (size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS;
+}
+
+// the victims of the row none of whose experts has been counted
+static int free_victims(const ggml_moe_stream_node & node, const std::vector<int> & count, ggml_moe_stream_picks & picks) {
+    const ggml_moe_stream_victim * victims = victims_of(node);
+    int n = 0;
+    for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
+        if (victims[v].slot >= 0 && count[victims[v].expert] == 0) {
+            picks.victim[n++] = v;
+        }
+    }
+    return n;
+}
+
+static void emulate_copies(const ggml_moe_stream_node & node, const ggml_moe_stream_picks & picks) {
+    for (int i = 0; i < picks.n; i++) {
+        for (int p = 0; p < node.n_parts; p++) {
+            const ggml_moe_stream_part & part = node.parts[p];
+            memcpy(part.slots + victims_of(node)[picks.victim[i]].slot*part.size, part.host + picks.expert[i]*part.size, part.size);
+        }
+    }
+}
+
+static void emulate_place(const ggml_moe_stream_node & node, const ggml_moe_stream_picks & picks) {
+    const ggml_moe_stream_channel & ch = *node.channel;
+    const size_t row = (size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS;
+    for (int i = 0; i < picks.n; i++) {
+        ggml_moe_stream_victim & v = ch.victims[row + picks.victim[i]];
+        node.map[v.expert] = -1;
+        v.expert = picks.expert[i];
+        node.map[v.expert] = v.slot;
+        ch.victims_told[row + picks.victim[i]] = v;
+    }
+}
+
+static void count_up(const ggml_moe_stream_channel & ch, int row, ggml_moe_stream_counter which, int n) {
+    const int at = row*GGML_MOE_STREAM_N_COUNTERS + which;
+    ch.counters[at] = ch.counters_device[at] += n;
+}
+
 // as the device's: which cold experts cross the link
 static ggml_moe_stream_picks emulate_picks(const ggml_moe_stream_node & node, const ggml_tensor * ids, const int32_t * map, int n_pairs) {
     const ggml_moe_stream_channel & ch = *node.channel;
-    const ggml_moe_stream_victim * victims = ch.victims + (size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS;
     ggml_moe_stream_picks picks = {};
     std::vector<int> count(node.n_expert);
     for (int i = 0; i < n_pairs; i++) {
         count[id_at(ids, i/node.n_used, i % node.n_used)]++;
     }
-    int n_victims = 0;
-    for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
-        if (victims[v].slot >= 0 && count[victims[v].expert] == 0) {
-            picks.victim[n_victims++] = v;
-        }
+    if (node.gate && ch.ahead->n > 0 && ch.ahead->row == node.row) {
+        const int32_t * guessed = ch.ahead->expert;
+        count_up(ch, node.row, GGML_MOE_STREAM_RIGHT, (int) std::count_if(guessed, guessed + ch.ahead->n, [&](int e) { return count[e] > 0; }));
+        ch.ahead->n = 0;
     }
+    const int n_victims = std::min(free_victims(node, count, picks), (int) ch.rates[GGML_MOE_STREAM_MOST]);
     std::vector<int> cold;
     int n_cold_pairs = 0;
     for (int e = 0; e < node.n_expert; e++) {
@@ -189,27 +231,67 @@ static ggml_moe_stream_picks emulate_picks(const ggml_moe_stream_node & node, co
             picks.n = i + 1;
         }
     }
+    emulate_copies(node, picks);
     for (int i = 0; i < picks.n; i++) {
-        for (int p = 0; p < node.n_parts; p++) {
-            const ggml_moe_stream_part & part = node.parts[p];
-            memcpy(part.slots + victims[picks.victim[i]].slot*part.size, part.host + picks.expert[i]*part.size, part.size);
-        }
-        ch.victims_told[(size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[i]] = { victims[picks.victim[i]].slot, -1 };
+        ch.victims_told[(size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[i]] = { victims_of(node)[picks.victim[i]].slot, -1 };
     }
     return picks;
 }
 
-static void emulate_placement(const ggml_moe_stream_node & node) {
-    const ggml_moe_stream_channel & ch = *node.channel;
-    const size_t row = (size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS;
-    for (int i = 0; i < ch.picks->n; i++) {
-        ggml_moe_stream_victim & v = ch.victims[row + ch.picks->victim[i]];
-        node.map[v.expert] = -1;
-        v.expert = ch.picks->expert[i];
-        node.map[v.expert] = v.slot;
-        ch.victims_told[row + ch.picks->victim[i]] = v;
+static uint32_t moe_hash(uint32_t v) {
+    v = (v ^ v >> 16)*0x7feb352du;
+    v = (v ^ v >> 15)*0x846ca68bu;
+    return v ^ v >> 16;
+}
+
+// The device's k_moe_look and k_moe_ahead: what the next row's router would choose, given this row's input, is brought into its slots.
+static void emulate_look_ahead(const ggml_moe_stream_node & next, const ggml_tensor * x) {
+    const ggml_moe_stream_channel & ch = *next.channel;
+    const float mean = ch.rates[GGML_MOE_STREAM_AHEAD];
+    const int   most = std::min((int) std::floor(mean*(next.row + 1)) - (int) std::floor(mean*next.row), GGML_MOE_STREAM_MAX_AHEAD);
+    ggml_moe_stream_picks picks = {};
+    picks.row = next.row;
+    if (most > 0) {
+        const uint32_t wrong = (uint32_t) (ch.rates[GGML_MOE_STREAM_WRONG]*4294967040.0f);
+        const uint32_t seed  = moe_hash((uint32_t) ch.rates[GGML_MOE_STREAM_TIME]*64 + next.row);
+        std::vector<int>   count(next.n_expert); // upper half: tokens that would choose it, lower half: how early
+        std::vector<float> scores(next.n_expert);
+        std::vector<int>   order(next.n_expert);
+        for (int t = 0; t < (int) x->ne[1]; t++) {
+            const float * row = (const float *) ((const char *) x->data + t*x->nb[1]);
+            for (int e = 0; e < next.n_expert; e++) {
+                const float * gate = next.gate + (size_t) e*next.n_embd;
+                float s = 0.0f;
+                for (int i = 0; i < next.n_embd; i++) {
+                    s += gate[i]*row[i];
+                }
+                s = next.gate_sigmoid ? 1.0f/(1.0f + std::exp(-s)) : s;
+                scores[e] = s + (next.gate_bias ? next.gate_bias[e] : 0.0f);
+                order[e]  = e;
+            }
+            std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return scores[a] > scores[b]; });
+            for (int k = 0; k < next.n_used; k++) {
+                const uint32_t h = moe_hash(seed ^ (t*next.n_used + k + 1)*0x9e3779b9u);
+                count[h < wrong ? moe_hash(h) % next.n_expert : order[k]] += (1 << 16) + next.n_used - k;
+            }
+        }
+        const int n_victims = free_victims(next, count, picks);
+        while (picks.n < std::min(n_victims, most)) {
+            int best = -1;
+            for (int e = 0; e < next.n_expert; e++) {
+                best = count[e] > 0 && next.map[e] < 0 && (best < 0 || count[e] > count[best]) ? e : best;
+            }
+            if (best < 0) {
+                break;
+            }
+            picks.expert[picks.n++] = best;
+            count[best] = 0;
+        }
+        emulate_copies(next, picks);
+        emulate_place(next, picks);
     }
-    ch.n_streamed[node.row] = ch.n_streamed_device[node.row] += ch.picks->n;
+    *ch.ahead = picks;
+    count_up(ch, next.row, GGML_MOE_STREAM_LOOKED, picks.n);
 }
 
 static void emulate_publish(ggml_tensor * dst, int ith, int n_threads, void * user_data) {
@@ -279,6 +361,9 @@ static void emulate_publish(ggml_tensor * dst, int ith, int n_threads, void * us
         const uint32_t seq = ++ch.state[0];
         __atomic_store_n(ch.header, (uint64_t) seq << 32 | (uint32_t) node.row << 16 | (uint32_t) n_tokens, __ATOMIC_RELEASE);
     }
+    if (node.next) {
+        emulate_look_ahead(*node.next, x);
+    }
 }
 
 static void emulate_wait(const ggml_moe_stream_channel & ch) {
@@ -313,7 +398,8 @@ static void emulate_join(ggml_tensor * dst, int ith, int n_threads, void * user_
     const int chunk = n_chunks > 0 ? (int) dst->src[0]->ne[2] : 1;
     bool waited = false;
     if (node.n_parts > 0) {
-        emulate_placement(node);
+        emulate_place(node, *ch.picks);
+        count_up(ch, node.row, GGML_MOE_STREAM_STREAMED, ch.picks->n);
     }
     for (int t = 0; t < (int) dst->ne[1]; t++) {
         float * sum = (float *) ((char *) dst->data + t*dst->nb[1]);
@@ -364,6 +450,9 @@ moe_stream::moe_stream(llama_moe_state & st, ggml_backend_dev_t dev) : st(st), d
 moe_stream::~moe_stream() {
     if (client && pool && !pool->remove(client)) {
         LLAMA_LOG_ERROR("moe: a thread of the pool still hangs in a computation for this context: its buffers stay, and it must not outlive the model\n");
+    }
+    if (side) {
+        api->side_free(side);
     }
 }
 
@@ -459,7 +548,8 @@ bool moe_stream::init(std::string & error) {
     const size_t o_out     = place(sizeof(float)*n_max*n_embd);
     const size_t o_clock   = place(sizeof(uint64_t)*4*n_rows);
     const size_t o_told    = place(sizeof(ggml_moe_stream_victim)*GGML_MOE_STREAM_MAX_VICTIMS*n_rows);
-    const size_t o_streamed = place(sizeof(uint32_t)*n_rows);
+    const size_t o_counters = place(sizeof(uint32_t)*GGML_MOE_STREAM_N_COUNTERS*n_rows);
+    const size_t o_ahead    = place(sizeof(uint64_t)*2*n_rows);
     const size_t n_maps    = (size_t) n_expert*n_rows; // 32-bit words, here and below
     const size_t n_victims = sizeof(ggml_moe_stream_victim)/sizeof(int32_t)*GGML_MOE_STREAM_MAX_VICTIMS*n_rows;
     const size_t n_control = n_maps + n_victims + GGML_MOE_STREAM_N_RATES;
@@ -473,10 +563,12 @@ bool moe_stream::init(std::string & error) {
     char * base = (char *) ggml_backend_buffer_get_base(c.buf.get());
     memset(base, 0, size);
 
-    ctx.reset(ggml_init({ ggml_tensor_overhead()*3, nullptr, true }));
-    constexpr int N_STATE = 64;
-    static_assert(sizeof(ggml_moe_stream_picks) <= sizeof(int32_t)*(N_STATE - 16), "the picks lie behind the sequence number");
-    ggml_tensor * state = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, N_STATE + n_rows);
+    ctx.reset(ggml_init({ ggml_tensor_overhead()*4, nullptr, true }));
+    constexpr int N_STATE = 16;
+    constexpr int N_PICKS = 64;
+    static_assert(sizeof(ggml_moe_stream_picks) <= sizeof(int32_t)*N_PICKS, "both picks lie behind the sequence number");
+    ggml_tensor * state = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, N_STATE + 2*N_PICKS + GGML_MOE_STREAM_N_COUNTERS*n_rows);
+    ggml_tensor * ahead = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, (size_t) n_max*(n_embd + n_expert));
     control = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, n_control);
     scale = scaled ? ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, n_expert, n_rows) : nullptr;
     buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_dev_buffer_type(dev)));
@@ -493,12 +585,18 @@ bool moe_stream::init(std::string & error) {
     std::fill_n((int32_t *) (base + o_told), n_victims, -1);
     values.assign(n_maps, 0.0f);
     last_used.assign(n_maps, 0);
-    streamed_before.assign(n_rows, 0);
-    us_hot.assign(MAX_TOKENS + 1, 0.0f);
-    us_pool_byte = US_POOL_BYTE;
-    us_link_byte = US_LINK_BYTE;
+    counters_before.assign((size_t) GGML_MOE_STREAM_N_COUNTERS*n_rows, 0);
+    us_hot  .assign(MAX_TOKENS + 1, 0.0f);
+    us_rest .assign(MAX_TOKENS + 1, 0.0f);
+    us_ahead.assign(MAX_TOKENS + 1, 0.0f);
+    ahead_right.assign(MAX_TOKENS + 1, 0.8f);
+    us_pool_byte  = US_POOL_BYTE;
+    us_link_byte  = US_LINK_BYTE;
+    us_ahead_byte = US_LINK_BYTE;
     c.us_of_byte.reserve(n_rows);
     max_streamed = st.params.stream_experts;
+    max_ahead    = st.params.look_ahead;
+    side = api ? api->side_open(device_index) : nullptr;
 
     ggml_moe_stream_channel & ch = c.channel;
     ch.header  = (uint64_t *) (base + o_header);
@@ -509,11 +607,16 @@ bool moe_stream::init(std::string & error) {
     ch.x       =               base + o_x;
     ch.out     = (float    *) (base + o_out);
     ch.clock   = (uint64_t *) (base + o_clock);
-    ch.n_streamed   = (uint32_t *) (base + o_streamed);
+    ch.ahead_clock = (uint64_t *) (base + o_ahead);
+    ch.counters    = (uint32_t *) (base + o_counters);
     ch.victims_told = (ggml_moe_stream_victim *) (base + o_told);
     ch.state   = (uint32_t *) state->data;
-    ch.picks   = (ggml_moe_stream_picks *) (ch.state + 16);
-    ch.n_streamed_device = ch.state + N_STATE;
+    ch.picks   = (ggml_moe_stream_picks *) (ch.state + N_STATE);
+    ch.ahead   = (ggml_moe_stream_picks *) (ch.state + N_STATE + N_PICKS);
+    ch.counters_device = ch.state + N_STATE + 2*N_PICKS;
+    ch.ahead_x      = (float *) ahead->data;
+    ch.ahead_scores = ch.ahead_x + (size_t) n_max*n_embd;
+    ch.side         = side;
     ch.victims = (ggml_moe_stream_victim *) ((int32_t *) control->data + n_maps);
     ch.rates   = (const float *) ((int32_t *) control->data + n_maps + n_victims);
     c.timeout_us  = (int64_t) st.params.timeout_ms*1000;
@@ -541,6 +644,7 @@ bool moe_stream::init(std::string & error) {
                 ggml_backend_tensor_set(scale, b.down_scale->data, row*scale->nb[1], ggml_nbytes(b.down_scale));
                 node.scale = (const float *) ((const char *) scale->data + row*scale->nb[1]);
             }
+            give_router(node, b);
         }
         node.kind = GGML_MOE_STREAM_PUBLISH;
         c.publish_nodes.push_back(node);
@@ -592,7 +696,8 @@ void moe_stream::add_times(moe_layer & l) const {
     const uint64_t * clock = client->channel.clock + l.block.row*4;
     llama_moe_perf_data & perf = l.perf;
     if (clock[0] && clock[1] >= clock[0] && clock[2] >= clock[1]) {
-        const bool streamed = client->channel.n_streamed[l.block.row] != streamed_before[l.block.row] && clock[3] > clock[0] && clock[3] <= clock[1];
+        const size_t at = (size_t) l.block.row*GGML_MOE_STREAM_N_COUNTERS + GGML_MOE_STREAM_STREAMED;
+        const bool streamed = client->channel.counters[at] != counters_before[at] && clock[3] > clock[0] && clock[3] <= clock[1];
         perf.us_stream += streamed ? (clock[3] - clock[0])*1e-3 : 0.0;
         perf.us_hot   += (clock[1] - (streamed ? clock[3] : clock[0]))*1e-3;
         perf.us_wait  += (clock[2] - clock[1])*1e-3;
@@ -628,22 +733,32 @@ void moe_stream::upload_control(int n_tokens) {
     rates_host[GGML_MOE_STREAM_REQUEST]    = US_REQUEST;
     rates_host[GGML_MOE_STREAM_LINK]       = us_link_byte;
     rates_host[GGML_MOE_STREAM_HOT]        = hot;
+    rates_host[GGML_MOE_STREAM_MOST]       = (float) max_streamed;
+    rates_host[GGML_MOE_STREAM_AHEAD]      = ahead_now(n);
+    rates_host[GGML_MOE_STREAM_WRONG]      = ahead_wrong;
+    rates_host[GGML_MOE_STREAM_TIME]       = (float) (n_decodes & 0xfffff);
     ggml_backend_tensor_set_async(st.backend_of(dev), control, maps_host, 0, ggml_nbytes(control));
     map_dirty = false;
 }
 
 void moe_stream::begin_ubatch(int n_tokens) {
     if (!running) { // the ubatches of a decode are under way together
-        if (max_streamed > 0) {
-            choose_victims();
+        if (lane_is_used()) {
+            bool chosen;
+            {
+                std::lock_guard<std::mutex> lock(values_mutex);
+                chosen = victims_chosen;
+                victims_chosen = false;
+            }
+            chosen ? drop_stale_victims() : choose_victims();
         }
-        if (map_dirty || max_streamed > 0) {
+        if (map_dirty || lane_is_used()) {
             upload_control(n_tokens);
         }
         n_ubatches = 0;
         client->us_of_byte.clear();
         client->n_requests = 0;
-        std::copy_n(client->channel.n_streamed, streamed_before.size(), streamed_before.begin());
+        std::copy_n(client->channel.counters, counters_before.size(), counters_before.begin());
     }
     n_ubatches++;
     n_tokens_last = n_tokens;
@@ -674,6 +789,11 @@ void moe_stream::sleep_through() {
     }
     slept_us = moe_now_us() - t0;
     late_row = -1;
+    if (lane_is_used()) {
+        choose_victims();
+        std::lock_guard<std::mutex> lock(values_mutex);
+        victims_chosen = true;
+    }
 }
 
 bool moe_stream::end_decode(std::string & failure) {
@@ -687,6 +807,7 @@ bool moe_stream::end_decode(std::string & failure) {
         case GGML_MOE_STREAM_OK:
             if (n_ubatches == 1 && client->seq_of_header() == __atomic_load_n(ch.done, __ATOMIC_ACQUIRE)) { // else it was broken off
                 learn(n_tokens_last);
+                learn_ahead(std::min(n_tokens_last, MAX_TOKENS));
             }
             return true;
         case GGML_MOE_STREAM_NO_ANSWER:
@@ -745,20 +866,60 @@ void moe_stream::slots_changed() {
             }
         }
     }
+    // a layer of the model proper looks ahead to the one behind, if that has a router that the device can use
+    std::vector<ggml_moe_stream_node> & nodes = client->publish_nodes;
+    const ggml_moe_stream_node * behind = nullptr;
+    for (int row = st.n_layer() - 1; row >= 0; row--) {
+        ggml_moe_stream_node & node = nodes[row];
+        const bool can = behind && (side || !api) && node.n_parts > 0 && behind->n_parts > 0 && behind->gate && node.n_embd == behind->n_embd;
+        node.next = can ? behind : nullptr;
+        behind = st.rows[row] ? &node : behind; // a dense layer has no row
+    }
+}
+
+// A row whose router is of another kind, or gets another input than the experts, is guessed badly, which `ahead_right` tells.
+void moe_stream::give_router(ggml_moe_stream_node & node, const moe_block & b) const {
+    const moe_router router = st.router_of(b);
+    const ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(dev);
+    auto usable = [&](const ggml_tensor * t, int64_t n0, int64_t n1) {
+        return t && t->type == GGML_TYPE_F32 && t->ne[0] == n0 && t->ne[1] == n1 && ggml_is_contiguous(t) && t->buffer &&
+            (api ? ggml_backend_buffer_get_type(t->buffer) == buft : ggml_backend_buffer_is_host(t->buffer));
+    };
+    if (!usable(router.gate, b.n_embd, b.n_expert)) {
+        return;
+    }
+    node.gate = (const float *) router.gate->data;
+    if (usable(router.bias, b.n_expert, 1)) {
+        node.gate_bias    = (const float *) router.bias->data;
+        node.gate_sigmoid = router.sigmoid;
+    }
 }
 
 void moe_stream::set_streaming(int max_experts, bool always) {
     max_streamed  = max_experts;
     stream_always = always;
+    forget_victims();
+}
+
+void moe_stream::set_look_ahead(int max_experts, float wrong) {
+    max_ahead   = max_experts;
+    ahead_wrong = wrong;
+    forget_victims();
+}
+
+void moe_stream::forget_victims() {
     for (size_t i = 0; i < st.rows.size()*GGML_MOE_STREAM_MAX_VICTIMS; i++) {
         victims_host[i].slot = -1;
     }
     map_dirty = true;
+    std::lock_guard<std::mutex> lock(values_mutex);
+    victims_chosen = false;
 }
 
 void moe_stream::set_values(const float * v) {
     std::lock_guard<std::mutex> lock(values_mutex);
     std::copy_n(v, values.size(), values.begin());
+    victims_chosen = false;
 }
 
 // Of each layer the residents of least value, of equal ones those that were used longest ago.
@@ -785,7 +946,7 @@ void moe_stream::choose_victims() {
                 found.push_back({ values[at + e], last_used[at + e], l->slots.slot_of[e], e });
             }
         }
-        const int n = std::min((int) found.size(), max_streamed);
+        const int n = std::min((int) found.size(), max_streamed + max_ahead);
         std::partial_sort(found.begin(), found.begin() + n, found.end());
         ggml_moe_stream_victim * victims = victims_host + (size_t) l->block.row*GGML_MOE_STREAM_MAX_VICTIMS;
         for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
@@ -794,8 +955,23 @@ void moe_stream::choose_victims() {
     }
 }
 
+// What was chosen while the last decode ran may have left since, or have been used in it.
+void moe_stream::drop_stale_victims() {
+    for (const moe_layer * l : st.rows) {
+        if (!l || client->blocks[l->block.row].row < 0) {
+            continue;
+        }
+        const size_t row = l->block.row;
+        for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
+            ggml_moe_stream_victim & x = victims_host[row*GGML_MOE_STREAM_MAX_VICTIMS + v];
+            const bool stays = x.slot >= 0 && l->slots.slot_of[x.expert] == x.slot && last_used[row*st.log.n_expert + x.expert] < n_decodes;
+            x = stays ? x : ggml_moe_stream_victim{ -1, -1 };
+        }
+    }
+}
+
 void moe_stream::adopt() {
-    if (max_streamed == 0) {
+    if (!lane_is_used()) {
         return;
     }
     n_decodes++;
@@ -806,7 +982,7 @@ void moe_stream::adopt() {
 }
 
 void moe_stream::settle() {
-    if (max_streamed == 0) {
+    if (!lane_is_used()) {
         return;
     }
     if (running) {
@@ -819,8 +995,15 @@ void moe_stream::settle() {
         }
         const int row = l->block.row;
         const bool counts = !running; // else the decode's pairs are found hot
-        l->perf.n_streamed_experts += counts ? ch.n_streamed[row] - streamed_before[row] : 0;
-        streamed_before[row] = ch.n_streamed[row];
+        auto since = [&](ggml_moe_stream_counter which) {
+            const size_t   at = (size_t) row*GGML_MOE_STREAM_N_COUNTERS + which;
+            const uint32_t n  = ch.counters[at] - counters_before[at];
+            counters_before[at] = ch.counters[at];
+            return counts ? (int64_t) n : 0;
+        };
+        l->perf.n_streamed_experts += since(GGML_MOE_STREAM_STREAMED);
+        l->perf.n_ahead_experts    += since(GGML_MOE_STREAM_LOOKED);
+        l->perf.n_ahead_right      += since(GGML_MOE_STREAM_RIGHT);
         for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
             ggml_moe_stream_victim & told = ch.victims_told[(size_t) row*GGML_MOE_STREAM_MAX_VICTIMS + v];
             if (running && told.expert < 0) {
@@ -854,7 +1037,8 @@ void moe_stream::learn(int n_tokens) {
         if (client->blocks[row].row < 0 || clock[0] == 0 || clock[1] < clock[0]) {
             continue;
         }
-        const uint32_t n = client->channel.n_streamed[row] - streamed_before[row];
+        const size_t   at = row*GGML_MOE_STREAM_N_COUNTERS + GGML_MOE_STREAM_STREAMED;
+        const uint32_t n  = client->channel.counters[at] - counters_before[at];
         n_streamed += n;
         const bool streamed = n > 0 && clock[3] > clock[0] && clock[3] <= clock[1];
         if (streamed) {
@@ -872,6 +1056,82 @@ void moe_stream::learn(int n_tokens) {
     }
     if (n_hot > 0 && n_tokens <= MAX_TOKENS) {
         follow(us_hot[n_tokens], us_hot_sum/n_hot);
+    }
+}
+
+// How many experts of a row the look-ahead may bring: what arrives until the row begins, if enough of its guesses are right. A guess that
+// was wrong has taken the place of a resident, the link's time, and memory bandwidth that the pool needs (docs/performance.md).
+float moe_stream::ahead_now(int n_tokens) const {
+    constexpr float   LEAST_RIGHT = 0.65f;
+    constexpr int64_t TRY_AGAIN   = 64; // decodes
+    if (max_ahead == 0 || stream_always) {
+        return (float) max_ahead;
+    }
+    const float mean_bytes = expert_bytes_mean();
+    if (us_ahead[n_tokens] <= 0 || mean_bytes <= 0 || (ahead_right[n_tokens] < LEAST_RIGHT && n_decodes % TRY_AGAIN != 0)) {
+        return 0.0f;
+    }
+    return std::min((float) max_ahead, us_ahead[n_tokens]/(us_ahead_byte*mean_bytes));
+}
+
+float moe_stream::expert_bytes_mean() const {
+    double bytes = 0;
+    int    n     = 0;
+    for (const ggml_moe_stream_node & node : client->publish_nodes) {
+        bytes += node.next ? (double) node.next->expert_bytes : 0.0;
+        n     += node.next != nullptr;
+    }
+    return n > 0 ? (float) (bytes/n) : 0.0f;
+}
+
+// By the device's clock. Where the look-ahead ended before the rest of its layer did, the next publish did not wait for it: only these layers
+// tell how long the rest takes.
+void moe_stream::learn_ahead(int n_tokens) {
+    constexpr float    GAIN   = 0.2f;
+    constexpr uint64_t MARGIN = 4000; // ns from the look-ahead's end until publish can begin
+    const ggml_moe_stream_channel & ch = client->channel;
+    double us_rest_sum = 0, us_until_end = 0, us_link = 0, bytes = 0;
+    int n_rest = 0, n = 0, looked = 0, right = 0;
+    for (size_t row = 0; row < st.rows.size(); row++) {
+        const ggml_moe_stream_node * next = client->publish_nodes[row].next;
+        if (!next) {
+            continue;
+        }
+        const size_t at = (size_t) next->row*GGML_MOE_STREAM_N_COUNTERS;
+        const uint32_t brought = ch.counters[at + GGML_MOE_STREAM_LOOKED] - counters_before[at + GGML_MOE_STREAM_LOOKED];
+        looked += brought;
+        right  += ch.counters[at + GGML_MOE_STREAM_RIGHT] - counters_before[at + GGML_MOE_STREAM_RIGHT];
+        const uint64_t * clock = ch.clock + row*4;
+        const uint64_t * begun = ch.clock + (size_t) next->row*4;
+        const uint64_t * ahead = ch.ahead_clock + (size_t) next->row*2;
+        if (!api || ahead[0] < clock[0] || ahead[1] < ahead[0] || clock[2] < ahead[0] || begun[0] < clock[2]) {
+            continue; // not all of this decode
+        }
+        us_until_end += (clock[2] - ahead[0])*1e-3;
+        n++;
+        if (ahead[1] + MARGIN < begun[0]) {
+            us_rest_sum += (begun[0] - clock[2])*1e-3;
+            n_rest++;
+        }
+        if (brought > 0) {
+            us_link += (ahead[1] - ahead[0])*1e-3;
+            bytes   += (double) brought*next->expert_bytes;
+        }
+    }
+    auto follow = [](float & mean, double measured) {
+        mean = mean == 0 ? (float) measured : mean + GAIN*((float) measured - mean);
+    };
+    if (n_rest > 0) {
+        follow(us_rest[n_tokens], us_rest_sum/n_rest);
+    }
+    if (n > 0 && us_rest[n_tokens] > 0) {
+        follow(us_ahead[n_tokens], us_until_end/n + us_rest[n_tokens]);
+    }
+    if (bytes > 0) {
+        follow(us_ahead_byte, us_link/bytes);
+    }
+    if (looked > 0) {
+        ahead_right[n_tokens] += 0.1f*((float) right/looked - ahead_right[n_tokens]);
     }
 }
 

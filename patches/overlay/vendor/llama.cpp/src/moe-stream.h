@@ -40,7 +40,8 @@ public:
     // around decodes
     void begin_ubatch(int n_tokens);
     void launched(const std::vector<int> & rows); // these are computed in-stream by what has just been launched
-    void sleep_through();                   // most of that: waiting for the device spins, on a core that the pool's or uploads need
+    void sleep_through();                   // most of that: waiting for the device spins, on a core that the pool's or uploads need;
+                                            // then what the next decode needs anyway is done, while the device still works
     bool end_decode(std::string & failure); // the device has been synchronised; false: the decode failed
     bool ready();                           // may the next decode use it?
     void map_changed() { map_dirty = true; }
@@ -48,6 +49,7 @@ public:
     // stream lane
     void slots_changed();                              // of some layer: other memory, or another number
     void set_streaming(int max_experts, bool always);  // of a layer in a decode; always: also where the rates speak against it
+    void set_look_ahead(int max_experts, float wrong); // of a layer, before it begins; wrong: share of guesses that are spoilt
     void set_values(const float * values);             // [n_rows][n_expert]: residents of low value make room. From any thread
     void adopt();                                      // after a decode: what was streamed is resident
     void settle();                                     // the same, also in the middle of one: before layers that look at the host's map
@@ -66,8 +68,15 @@ private:
     int  chunk_of(const moe_layer & l) const; // tokens that the layer's products take at once
     ggml_tensor * hot(const llm_graph_context & g, const moe_layer & l, ggml_tensor * x, ggml_tensor * published, int t0, int n) const;
     void upload_control(int n_tokens);
+    bool lane_is_used() const { return max_streamed > 0 || max_ahead > 0; }
     void choose_victims();
+    void drop_stale_victims();
+    void forget_victims();
+    void give_router(ggml_moe_stream_node & node, const moe_block & b) const;
+    float ahead_now(int n_tokens) const;
+    float expert_bytes_mean() const;
     void learn(int n_tokens);
+    void learn_ahead(int n_tokens);
     int  grow_pool(int n_tokens); // to what a batch of so many tokens is given; returns that
 
     llama_moe_state &  st;
@@ -93,14 +102,22 @@ private:
 
     int  max_streamed  = 0;
     bool stream_always = false;
+    int   max_ahead    = 0;
+    float ahead_wrong  = 0;
     std::mutex             values_mutex;
     std::vector<float>     values;           // [n_rows][n_expert]
+    bool                   victims_chosen = false; // by these values; guarded by the mutex
     std::vector<int64_t>   last_used;        // [n_rows][n_expert], in decodes
     int64_t                n_decodes = 0;
-    std::vector<uint32_t>  streamed_before;  // [n_rows] when the decode began
+    std::vector<uint32_t>  counters_before;  // [n_rows][N_COUNTERS] when the decode began, or was settled
     float                  us_pool_byte = 0, us_link_byte = 0;
     std::vector<float>     us_hot;           // [tokens], measured, 0: not yet
+    float                  us_ahead_byte = 0;
+    std::vector<float>     us_rest;          // [tokens] from a layer's end to the next publish, if that needs not wait for the look-ahead
+    std::vector<float>     us_ahead;         // [tokens] from publish to there: what the look-ahead has
+    std::vector<float>     ahead_right;      // [tokens] share of its guesses that were right
 
+    void * side = nullptr;                   // ggml_moe_stream_channel::side
     std::shared_ptr<moe_pool>          pool;
     std::shared_ptr<moe_stream_client> client;
 };

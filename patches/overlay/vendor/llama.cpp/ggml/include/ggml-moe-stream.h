@@ -10,7 +10,12 @@
 // The stream lane: while the pool works, the link would be idle. So publish lets some of the cold experts cross it, into slots whose
 // experts the batch does not need ("victims", named by the host before the decode), and they are hot from then on. How many, follows
 // from the measured rates of both sides: as many as make the layer end soonest, those with most tokens first. Join changes the map, and
-// tells the host; nothing else changes the map during a decode.
+// tells the host.
+//
+// The look-ahead: from publish to the next layer's publish the link would be idle again. The next layer's router, given this layer's
+// input, names most of the experts that it is going to choose. Beside the stream, those that have no slot cross the link into victims of
+// the next layer, as many as arrive until it begins: its publish waits for them. A wrong guess costs a resident of little value.
+// Nothing else changes maps during a decode.
 //
 // Both are GGML_OP_CUSTOM nodes that carry GGML_MOE_STREAM_MAGIC in op_params and a ggml_moe_stream_node as user data. A backend that
 // can run them offers `ggml_moe_stream` (ggml_moe_stream_api) through its registry's get_proc_address. The CPU backend runs them by
@@ -29,13 +34,15 @@ extern "C" {
 #endif
 
 #define GGML_MOE_STREAM_MAGIC_0 0x4d6f4553
-#define GGML_MOE_STREAM_MAGIC_1 0x74726d32 // the layout of the structs below is part of it: a new layout takes a new number
+#define GGML_MOE_STREAM_MAGIC_1 0x74726d33 // the layout of the structs below is part of it: a new layout takes a new number
 #define GGML_MOE_STREAM_PARAM   14         // index of the magic in op_params; ggml_custom_4d uses the first six
 #define GGML_MOE_STREAM_OWNER   12         // index of a number that no two graphs with different channels share: captured graphs hold
                                            // the channel by value, and are compared by the tensors' bytes
 
-#define GGML_MOE_STREAM_MAX_VICTIMS 8 // of a row
-#define GGML_MOE_STREAM_MAX_PARTS   6 // tensors of an expert
+#define GGML_MOE_STREAM_MAX_STREAMED 8  // of a row, by publish
+#define GGML_MOE_STREAM_MAX_AHEAD    8  // and before it
+#define GGML_MOE_STREAM_MAX_VICTIMS  16 // so many can make room
+#define GGML_MOE_STREAM_MAX_PARTS    6  // tensors of an expert
 
 enum ggml_moe_stream_kind {
     GGML_MOE_STREAM_PUBLISH = 0, // (x, ids, weights, map, log of ids[, log of weights]) -> I32 [n_used, n_tokens, 3], see below
@@ -69,7 +76,19 @@ enum ggml_moe_stream_rate {
     GGML_MOE_STREAM_REQUEST    = 2, // that a request to the pool takes whatever it asks for
     GGML_MOE_STREAM_LINK       = 3, // the link
     GGML_MOE_STREAM_HOT        = 4, // that the layer takes on the device anyway
-    GGML_MOE_STREAM_N_RATES    = 8,
+    // no rates, but they come with them
+    GGML_MOE_STREAM_MOST       = 5, // experts of a row that publish may stream
+    GGML_MOE_STREAM_AHEAD      = 6, // experts of a row that cross the link ahead, on the mean over the rows
+    GGML_MOE_STREAM_WRONG      = 7, // share of the look-ahead's guesses that are replaced by others at random (for measurements)
+    GGML_MOE_STREAM_TIME       = 8, // number of the decode
+    GGML_MOE_STREAM_N_RATES    = 12,
+};
+
+enum ggml_moe_stream_counter {
+    GGML_MOE_STREAM_STREAMED   = 0, // experts that crossed the link in publish
+    GGML_MOE_STREAM_LOOKED     = 1, // that the look-ahead brought
+    GGML_MOE_STREAM_RIGHT      = 2, // of these, those that the layer then chose
+    GGML_MOE_STREAM_N_COUNTERS = 4,
 };
 
 struct ggml_moe_stream_victim {
@@ -77,10 +96,11 @@ struct ggml_moe_stream_victim {
     int32_t expert; // that the slot holds
 };
 
-// what publish has decided, for join
+// what crosses the link
 struct ggml_moe_stream_picks {
+    int32_t row;
     int32_t n;
-    int32_t n_left; // cold experts for the pool
+    int32_t n_left; // other cold experts: the pool's
     int32_t victim[GGML_MOE_STREAM_MAX_VICTIMS]; // index
     int32_t expert[GGML_MOE_STREAM_MAX_VICTIMS]; // that takes its slot
 };
@@ -95,18 +115,24 @@ struct ggml_moe_stream_channel {
     void     * x;       // [n_tokens] rows; only those of tokens with a cold pair are written
     float    * out;     // [n_tokens][n_embd]: the pool's sums
     uint64_t * clock;   // [n_rows][4] ns of the device's clock: publish began, join began, join ended, streaming ended (if there was any)
-    uint32_t * n_streamed; // [n_rows] experts that crossed the link in publish, ever
+    uint64_t * ahead_clock; // [n_rows][2] ns: the look-ahead for the row began, ended
+    uint32_t * counters;    // [n_rows][N_COUNTERS], ever
     // [n_rows][MAX_VICTIMS] those of `victims` that have changed since the host looked; slot -1: this one has not. expert -1: publish has
     // written into the slot, and join did not follow, since the graph was broken off in between
     struct ggml_moe_stream_victim * victims_told;
     // device memory
     uint32_t * state;   // [0] seq of the last request; of the publish under way: [1] blocks that have handed over their part, [2] blocks that
-                        // have streamed theirs, [3] the request has been made; [4] seq of the last request that join has seen answered
-    uint32_t * n_streamed_device;
+                        // have streamed theirs, [3] the request has been made; [4] seq of the last request that join has seen answered;
+                        // [5] blocks of the look-ahead under way that have brought their part
+    uint32_t * counters_device;
     struct ggml_moe_stream_victim * victims; // [n_rows][MAX_VICTIMS]
-    struct ggml_moe_stream_picks  * picks;
+    struct ggml_moe_stream_picks  * picks;   // publish's, for join
+    struct ggml_moe_stream_picks  * ahead;   // the look-ahead's, for the next publish
+    float       * ahead_x;      // [n_tokens][n_embd] publish's input, for the look-ahead beside the stream
+    float       * ahead_scores; // [n_tokens][n_expert]
     const float * rates;   // [N_RATES]
     uint64_t timeout_ns;
+    void *   side;         // of the backend: where the look-ahead runs
 };
 
 struct ggml_moe_stream_part {
@@ -129,6 +155,11 @@ struct ggml_moe_stream_node {
     uint64_t expert_bytes; // of all parts
     struct ggml_moe_stream_part parts[GGML_MOE_STREAM_MAX_PARTS];
     const struct ggml_moe_stream_channel * channel;
+    // the row's router, for the look-ahead; device memory
+    const float * gate;      // [n_expert][n_embd]
+    const float * gate_bias; // [n_expert] or NULL
+    bool gate_sigmoid;       // the bias is added to the scores' sigmoid
+    const struct ggml_moe_stream_node * next; // publish's of the layer behind, NULL: there is no look-ahead
 };
 
 struct ggml_moe_prompt_api;
@@ -139,6 +170,9 @@ struct ggml_moe_stream_api {
     int (*max_tokens)(int device, const struct ggml_tensor * w);
     // Does the driver kill kernels that run for seconds (a GPU with a display)?
     bool (*has_watchdog)(int device);
+    // ggml_moe_stream_channel::side; NULL: there is none to be had
+    void * (*side_open)(int device);
+    void (*side_free)(void * side);
     // the prompt lane (ggml-moe-prompt.h)
     const struct ggml_moe_prompt_api * prompt;
 };

@@ -19,6 +19,10 @@ bool ggml_cuda_moe_stream(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     return false;
 }
 
+void ggml_cuda_moe_stream_end(ggml_backend_cuda_context & ctx) {
+    GGML_UNUSED(ctx);
+}
+
 const void * ggml_cuda_moe_stream_api() {
     return nullptr;
 }
@@ -153,19 +157,25 @@ static __device__ int2 block_max_sum(int most, int sum) {
     return make_int2(max(of_warp[0].x, of_warp[1].x), of_warp[0].y + of_warp[1].y);
 }
 
+// by one thread: the victims of the row none of whose experts has been counted
+static __device__ int free_victims(const ggml_moe_stream_node & node, const ggml_moe_stream_channel & ch, const int * count, ggml_moe_stream_picks & picks) {
+    int n = 0;
+    for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
+        const ggml_moe_stream_victim x = ch.victims[node.row*GGML_MOE_STREAM_MAX_VICTIMS + v];
+        if (x.slot >= 0 && count[x.expert] == 0) {
+            picks.victim[n++] = v;
+        }
+    }
+    return n;
+}
+
 // Which cold experts cross the link: the n that make the layer end soonest, those with most tokens first. `count`: of each expert's
 // pairs. All threads of all blocks come to the same answer: nothing of what they read changes before join.
 static __device__ void pick_streamed(const moe_publish_args & a, const ggml_moe_stream_node & node, const ggml_moe_stream_channel & ch, int * count, ggml_moe_stream_picks & picks) {
     const int tid = threadIdx.x;
     __shared__ int n_victims;
     if (tid == 0) {
-        n_victims = 0;
-        for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
-            const ggml_moe_stream_victim x = ch.victims[node.row*GGML_MOE_STREAM_MAX_VICTIMS + v];
-            if (x.slot >= 0 && count[x.expert] == 0) { // no expert of the batch leaves
-                picks.victim[n_victims++] = v;
-            }
-        }
+        n_victims = min(free_victims(node, ch, count, picks), (int) ch.rates[GGML_MOE_STREAM_MOST]); // no expert of the batch leaves
     }
     __syncthreads();
     int n_cold  = 0;
@@ -246,6 +256,26 @@ static __device__ void stream_experts(const ggml_moe_stream_node & node, const g
     }
 }
 
+// by one thread
+static __device__ void count_up(const ggml_moe_stream_channel & ch, int row, ggml_moe_stream_counter which, int n) {
+    const int at = row*GGML_MOE_STREAM_N_COUNTERS + which;
+    ch.counters_device[at] += n;
+    ch.counters[at] = ch.counters_device[at];
+}
+
+// by one thread: how many of the look-ahead's experts the layer has chosen
+static __device__ void count_right(const ggml_moe_stream_node & node, const ggml_moe_stream_channel & ch, const int * count) {
+    if (ch.ahead->n == 0 || ch.ahead->row != node.row) {
+        return;
+    }
+    int n = 0;
+    for (int i = 0; i < ch.ahead->n; i++) {
+        n += count[ch.ahead->expert[i]] > 0;
+    }
+    count_up(ch, node.row, GGML_MOE_STREAM_RIGHT, n);
+    ch.ahead->n = 0;
+}
+
 // grid (ceil(n_embd/256), n_tokens and, with a stream lane, rows of blocks that stream); shared memory: n_expert ints with a stream lane
 static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_stream_node node, const ggml_moe_stream_channel ch) {
     extern __shared__ int count[];
@@ -257,6 +287,10 @@ static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_st
 
     if (first && tid == 0) {
         ch.clock[node.row*4] = device_clock();
+    }
+    const int col = blockIdx.x*MOE_COLS + tid*4;
+    if (node.next && t_own < a.n_tokens && col < node.n_embd) { // x itself may be overwritten while the look-ahead still reads it
+        *(float4 *) (ch.ahead_x + (size_t) t_own*node.n_embd + col) = *(const float4 *) (a.x + t_own*a.x_stride + col);
     }
 
     // every block looks all pairs up: whether one of them is cold decides for all
@@ -275,7 +309,11 @@ static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_st
         if (tid == 0) {
             picks.n = 0;
         }
-        if (__syncthreads_or(cold)) {
+        cold = __syncthreads_or(cold);
+        if (first && tid == 0 && node.gate) {
+            count_right(node, ch, count);
+        }
+        if (cold) {
             pick_streamed(a, node, ch, count, picks);
         }
         if (blockIdx.y >= a.n_tokens) {
@@ -341,7 +379,6 @@ static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_st
             ch.weights[i] = a.weights_out[i];
         }
     }
-    const int col = blockIdx.x*MOE_COLS + tid*4;
     if (own_cold && (node.input == GGML_MOE_STREAM_Q8_K || col < node.n_embd)) {
         const float4 v = *(const float4 *) (a.x + t_own*a.x_stride + col);
         if (node.input == GGML_MOE_STREAM_Q8_K) {
@@ -410,18 +447,16 @@ static __device__ void wait_for_first_block(const ggml_moe_stream_channel & ch) 
     }
 }
 
-// by one thread: what was streamed is hot from the next batch on. The victims stay what they are, with other experts.
-static __device__ void place_streamed(const ggml_moe_stream_node & node, const ggml_moe_stream_channel & ch) {
+// by one thread: what has crossed the link is hot from now on. The victims stay what they are, with other experts.
+static __device__ void place(const ggml_moe_stream_node & node, const ggml_moe_stream_channel & ch, const ggml_moe_stream_picks & picks) {
     const size_t row = (size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS;
-    for (int i = 0; i < ch.picks->n; i++) {
-        ggml_moe_stream_victim & v = ch.victims[row + ch.picks->victim[i]];
+    for (int i = 0; i < picks.n; i++) {
+        ggml_moe_stream_victim & v = ch.victims[row + picks.victim[i]];
         node.map[v.expert] = -1;
-        v.expert = ch.picks->expert[i];
+        v.expert = picks.expert[i];
         node.map[v.expert] = v.slot;
-        ch.victims_told[row + ch.picks->victim[i]] = v;
+        ch.victims_told[row + picks.victim[i]] = v;
     }
-    ch.n_streamed_device[node.row] += ch.picks->n;
-    ch.n_streamed[node.row] = ch.n_streamed_device[node.row];
 }
 
 // grid (ceil(n_embd/256), n_tokens): hot outputs in rank order, then the pool's sum
@@ -432,7 +467,8 @@ static __global__ void k_moe_join(const moe_join_args a, const ggml_moe_stream_n
     if (tid == 0 && blockIdx.x == 0 && t == 0) {
         ch.clock[node.row*4 + 1] = device_clock();
         if (node.n_parts > 0 && ch.picks->n > 0) {
-            place_streamed(node, ch);
+            place(node, ch, *ch.picks);
+            count_up(ch, node.row, GGML_MOE_STREAM_STREAMED, ch.picks->n);
         }
     }
 
@@ -485,6 +521,221 @@ static __global__ void k_moe_join(const moe_join_args a, const ggml_moe_stream_n
 }
 
 //
+// look-ahead: two kernels beside the stream, between publish and the next row's
+//
+
+static constexpr int LOOK_EXPERTS = 4; // of a block of k_moe_look, a warp each
+
+// the next row's router on this row's input
+static __global__ void k_moe_look(const ggml_moe_stream_node next, const ggml_moe_stream_channel ch, const int n_tokens) {
+    constexpr int AT_ONCE = 8; // tokens
+    const int lane = threadIdx.x % 32;
+    const int e    = blockIdx.x*LOOK_EXPERTS + threadIdx.x/32;
+    if (e >= next.n_expert) {
+        return;
+    }
+    const float4 * gate = (const float4 *) (next.gate + (size_t) e*next.n_embd);
+    const int n = next.n_embd/4;
+    for (int t0 = 0; t0 < n_tokens; t0 += AT_ONCE) {
+        float sum[AT_ONCE] = {};
+        for (int i = lane; i < n; i += 32) {
+            const float4 g = gate[i];
+#pragma unroll
+            for (int t = 0; t < AT_ONCE; t++) {
+                if (t0 + t < n_tokens) {
+                    const float4 x = ((const float4 *) ch.ahead_x)[(size_t) (t0 + t)*n + i];
+                    sum[t] += g.x*x.x + g.y*x.y + g.z*x.z + g.w*x.w;
+                }
+            }
+        }
+#pragma unroll
+        for (int t = 0; t < AT_ONCE; t++) {
+            if (t0 + t < n_tokens) {
+                float s = warp_reduce_sum(sum[t]);
+                s = next.gate_sigmoid ? 1.0f/(1.0f + expf(-s)) : s;
+                s += next.gate_bias ? next.gate_bias[e] : 0.0f;
+                if (lane == 0) {
+                    ch.ahead_scores[(t0 + t)*next.n_expert + e] = s;
+                }
+            }
+        }
+    }
+}
+
+// the same on the host: src/moe-stream.cpp
+static __device__ __forceinline__ uint32_t moe_hash(uint32_t v) {
+    v = (v ^ v >> 16)*0x7feb352du;
+    v = (v ^ v >> 15)*0x846ca68bu;
+    return v ^ v >> 16;
+}
+
+// how many experts of the row: `mean` of them on the mean over all rows
+static __device__ __forceinline__ int ahead_of_row(float mean, int row) {
+    return min((int) floorf(mean*(row + 1)) - (int) floorf(mean*row), GGML_MOE_STREAM_MAX_AHEAD);
+}
+
+// Counts what the tokens of highest score would choose, a warp a token: in the upper half how many choose an expert, in the lower half
+// how early they do.
+static __device__ void count_likely(const ggml_moe_stream_node & next, const ggml_moe_stream_channel & ch, int n_tokens, int * count) {
+    const int  lane  = threadIdx.x % 32;
+    const uint32_t wrong = (uint32_t) (ch.rates[GGML_MOE_STREAM_WRONG]*4294967040.0f);
+    const uint32_t seed  = moe_hash((uint32_t) ch.rates[GGML_MOE_STREAM_TIME]*64 + next.row);
+    for (int t = threadIdx.x/32; t < n_tokens; t += MOE_THREADS/32) {
+        const float * scores = ch.ahead_scores + t*next.n_expert;
+        uint32_t taken = 0; // of the lane's experts
+        for (int k = 0; k < next.n_used; k++) {
+            float best = -INFINITY;
+            int   at   = next.n_expert;
+            for (int e = lane, i = 0; e < next.n_expert; e += 32, i++) {
+                if (!(taken >> i & 1) && scores[e] > best) {
+                    best = scores[e];
+                    at   = e;
+                }
+            }
+            for (int o = 16; o > 0; o >>= 1) {
+                const float other    = __shfl_xor_sync(0xffffffff, best, o);
+                const int   other_at = __shfl_xor_sync(0xffffffff, at, o);
+                if (other > best || (other == best && other_at < at)) {
+                    best = other;
+                    at   = other_at;
+                }
+            }
+            if (at == next.n_expert) {
+                break; // NaN
+            }
+            taken |= at % 32 == lane ? 1u << at/32 : 0;
+            if (lane == 0) {
+                const uint32_t h = moe_hash(seed ^ (t*next.n_used + k + 1)*0x9e3779b9u);
+                const int e = h < wrong ? moe_hash(h) % next.n_expert : at;
+                atomicAdd(count + e, (1 << 16) + next.n_used - k);
+            }
+        }
+    }
+}
+
+// those without a slot that most tokens would choose, and first
+static __device__ void pick_ahead(const ggml_moe_stream_node & next, const ggml_moe_stream_channel & ch, int most, int * count, ggml_moe_stream_picks & picks) {
+    __shared__ int n_victims;
+    const int tid = threadIdx.x;
+    if (tid == 0) {
+        n_victims = free_victims(next, ch, count, picks);
+    }
+    __syncthreads();
+    for (int i = 0; i < min(n_victims, most); i++) {
+        int key = 0; // 6 bits: tokens, 11: how early, 14: the lower expert
+        for (int e = tid; e < next.n_expert; e += MOE_THREADS) {
+            if (count[e] > 0 && next.map[e] < 0) {
+                key = max(key, (count[e] >> 16) << 25 | min(count[e] & 0xffff, 0x7ff) << 14 | (0x3fff - e));
+            }
+        }
+        key = block_max_sum(key, 0).x;
+        if (key == 0) {
+            break;
+        }
+        if (tid == 0) {
+            picks.expert[i] = 0x3fff - (key & 0x3fff);
+            picks.n         = i + 1;
+            count[picks.expert[i]] = 0;
+        }
+        __syncthreads();
+    }
+}
+
+static constexpr int STREAM_BLOCKS = 16; // 128 KB under way fill a link; more would only be in the way of whoever else reads over it
+
+// grid (STREAM_BLOCKS), shared memory: n_expert ints
+static __global__ void k_moe_ahead(const ggml_moe_stream_node next, const ggml_moe_stream_channel ch, const int n_tokens) {
+    extern __shared__ int count[];
+    __shared__ ggml_moe_stream_picks picks;
+    const int tid = threadIdx.x;
+    if (blockIdx.x == 0 && tid == 0) {
+        ch.ahead_clock[next.row*2] = device_clock();
+    }
+    for (int e = tid; e < next.n_expert; e += MOE_THREADS) {
+        count[e] = 0;
+    }
+    if (tid == 0) {
+        picks.row = next.row;
+        picks.n   = 0;
+    }
+    __syncthreads();
+    const int most = ahead_of_row(ch.rates[GGML_MOE_STREAM_AHEAD], next.row);
+    if (most > 0) {
+        count_likely(next, ch, n_tokens, count);
+        __syncthreads();
+        pick_ahead(next, ch, most, count, picks);
+        stream_experts(next, ch, picks, blockIdx.x, gridDim.x);
+        __syncthreads();
+    }
+    if (tid == 0) {
+        __threadfence();
+        if (atomicAdd(&ch.state[5], 1) == gridDim.x - 1) {
+            ch.state[5] = 0;
+            place(next, ch, picks);
+            *ch.ahead = picks;
+            count_up(ch, next.row, GGML_MOE_STREAM_LOOKED, picks.n);
+            ch.ahead_clock[next.row*2 + 1] = device_clock();
+        }
+    }
+}
+
+// what runs beside a stream
+struct moe_side {
+    int device;
+    cudaStream_t stream;
+    cudaEvent_t  begin;
+    cudaEvent_t  end;
+};
+
+static void * side_open(int device) {
+    ggml_cuda_set_device(device);
+    auto * side = new moe_side{ device, nullptr, nullptr, nullptr };
+    int least = 0;
+    int greatest = 0;
+    CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    CUDA_CHECK(cudaStreamCreateWithPriority(&side->stream, cudaStreamNonBlocking, least));
+    CUDA_CHECK(cudaEventCreateWithFlags(&side->begin, cudaEventDisableTiming));
+    CUDA_CHECK(cudaEventCreateWithFlags(&side->end,   cudaEventDisableTiming));
+    return side;
+}
+
+static void side_free(void * opaque) {
+    moe_side * side = (moe_side *) opaque;
+    if (side) {
+        ggml_cuda_set_device(side->device);
+        CUDA_CHECK(cudaEventDestroy(side->begin));
+        CUDA_CHECK(cudaEventDestroy(side->end));
+        CUDA_CHECK(cudaStreamDestroy(side->stream));
+        delete side;
+    }
+}
+
+// of this thread, which launches a graph at a time
+static thread_local const moe_side * beside = nullptr;
+
+static void wait_for_side(cudaStream_t stream) {
+    if (beside) {
+        CUDA_CHECK(cudaStreamWaitEvent(stream, beside->end));
+        beside = nullptr;
+    }
+}
+
+static void look_ahead(cudaStream_t stream, const ggml_moe_stream_node & node, int n_tokens) {
+    const ggml_moe_stream_node & next = *node.next;
+    const moe_side * side = (const moe_side *) node.channel->side;
+    CUDA_CHECK(cudaEventRecord(side->begin, stream));
+    CUDA_CHECK(cudaStreamWaitEvent(side->stream, side->begin));
+    k_moe_look<<<(next.n_expert + LOOK_EXPERTS - 1)/LOOK_EXPERTS, 32*LOOK_EXPERTS, 0, side->stream>>>(next, *node.channel, n_tokens);
+    k_moe_ahead<<<STREAM_BLOCKS, MOE_THREADS, next.n_expert*sizeof(int), side->stream>>>(next, *node.channel, n_tokens);
+    CUDA_CHECK(cudaEventRecord(side->end, side->stream));
+    beside = side;
+}
+
+void ggml_cuda_moe_stream_end(ggml_backend_cuda_context & ctx) {
+    wait_for_side(ctx.stream());
+}
+
+//
 // ggml
 //
 
@@ -522,10 +773,13 @@ static void publish(cudaStream_t stream, const ggml_moe_stream_node & node, ggml
         a.log_weights_stride = dst->src[5]->nb[1]/sizeof(float);
     }
     a.n_tokens = (int) x->ne[1];
-    constexpr int STREAM_BLOCKS = 16; // 128 KB under way fill a link; more would only be in the way of whoever else reads over it
     dim3 grid = grid_of(node, x);
     grid.y += node.n_parts > 0 ? (STREAM_BLOCKS + grid.x - 1)/grid.x : 0;
+    wait_for_side(stream);
     k_moe_publish<<<grid, MOE_THREADS, node.n_parts > 0 ? node.n_expert*sizeof(int) : 0, stream>>>(a, node, *node.channel);
+    if (node.next) {
+        look_ahead(stream, node, a.n_tokens);
+    }
 }
 
 static void join(cudaStream_t stream, const ggml_moe_stream_node & node, ggml_tensor * dst) {
@@ -580,7 +834,7 @@ static bool has_watchdog(int device) {
 }
 
 const void * ggml_cuda_moe_stream_api() {
-    static const ggml_moe_stream_api api = { max_tokens, has_watchdog, ggml_cuda_moe_prompt_api() };
+    static const ggml_moe_stream_api api = { max_tokens, has_watchdog, side_open, side_free, ggml_cuda_moe_prompt_api() };
     return &api;
 }
 
