@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 pytest.importorskip("llama_cpp")
 
 import native_build
-from moespac_llamacpp.bench import ledger, plots, report, targets
+from moespac_llamacpp.bench import ledger, plots, targets
 from moespac_llamacpp.bench.floor import floor_seconds
 from moespac_llamacpp.bench.process import Process, WorkerError
 from moespac_llamacpp.bench.rig import Rig, stock_command
 from moespac_llamacpp.bench.settings import OURS, STOCK, Choices, Setting, candidates, near
+from moespac_llamacpp.bench.steps import step_parts
 from moespac_llamacpp.bench.texts import PlantedTexts
 from moespac_llamacpp.cli import app
 from moespac_llamacpp.synth import Order, Pair, write_pair
@@ -212,11 +213,11 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
         "seconds": 0.5,
     }
     run["us"] = {"launch": 2e4, "cold": 1e5, "wait": 3e4, "total": 1.5e5}
-    parts = report.step_parts(run)
+    parts = step_parts(run)
     assert sum(parts.values()) == pytest.approx(50.0)
     assert parts["cold"] == pytest.approx(10.0) and parts["moves, policy"] == pytest.approx(5.0)
     run["us"] = {"launch": 0, "cold": 1e5, "wait": 9e4, "total": 1.5e5, "hot": 6e4, "rest": 1e5}
-    parts = report.step_parts(run)
+    parts = step_parts(run)
     assert sum(parts.values()) == pytest.approx(50.0)
     assert parts["device lane"] == pytest.approx(6.0) and parts["cold"] == 0
 

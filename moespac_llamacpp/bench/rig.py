@@ -84,6 +84,7 @@ class Rig:
         self._stock: OrderedDict[tuple[str, int], str] = OrderedDict()
         self._buffers: dict[str, dict[str, float]] = {}
         self._device_bytes: dict[str, int] = {}
+        self._load_seconds: dict[str, float] = {}  # the last time; without warming up
         self._device, self._execution, self._logs = device, execution, logs
         self._commands = {
             STOCK: stock_command(rival),
@@ -167,7 +168,8 @@ class Rig:
         else:
             self._load_ours()
             own: dict[str, Any] = {"expert_bytes": budget, "policy": setting.policy, "max_moves": setting.max_moves}
-            answer = process.call("run", fixed=setting.fixed, clocks=clocks, **common, **own)
+            own |= {"fixed": setting.fixed, "sync_moves": setting.sync_moves}
+            answer = process.call("run", clocks=clocks, **common, **own)
             self._buffers[OURS].update({b: s for b, s in answer["buffers"].items() if b.endswith(" compute")})
             experts, buffers = answer["device_bytes"], self._buffers[OURS]
         entry = ledger.entry(self.weights, buffers, self.device, experts, self.draft_cost(setting.draft))
@@ -220,6 +222,7 @@ class Rig:
                 "model": name,
                 "device_buffers": sum(size for b, size in buffers.items() if ledger.on_device(b, self.device)),
                 "device_reading": 0 if is_cpu else self._device_bytes[name],
+                "load_seconds": self._load_seconds[name],
                 "buffers": buffers,
             }
             for name, buffers in self._buffers.items()
@@ -229,6 +232,7 @@ class Rig:
 
     def _took(self, name: str, answer: dict[str, Any]) -> None:
         self._buffers[name], self._device_bytes[name] = answer["buffers"], int(answer["device_bytes"])
+        self._load_seconds[name] = float(answer["seconds"])
 
     def _load_ours(self) -> None:
         if self._ours_loaded:
