@@ -112,22 +112,41 @@ def test_the_ledger_counts_what_llama_cpp_allocates(compared: Path, pair: Pair) 
             assert run["slot_bytes"] <= run["setting"]["share"] * weights.experts
 
 
-def test_a_grid_has_every_setting(pair: Pair, rival: str, tmp_path: Path) -> None:
+def test_a_grid_has_every_point_of_its_field(pair: Pair, rival: str, tmp_path: Path) -> None:
     arguments = ["bench", "compare", "--pair", str(pair.folder), "--stock", rival, "-o", str(tmp_path)]
-    arguments += ["--budgets", "25,100", "-t", "1", "--grid-lengths", "2", "--memory", "mmap", "--only-grid"]
+    arguments += [
+        "--budgets",
+        "25,100",
+        "-t",
+        "1",
+        "--grid-lengths",
+        "2,3",
+        "--memory",
+        "mmap",
+        "--only-grid",
+        "--ngram",
+    ]
     arguments += ["--prompt", "16", "-n", "8", "--ctx", "64", "--policies", "lru", "--rounds", "1", "--lengths", "2"]
-    arguments += ["--max-threads", "1", "--execution", "in-stream"]
+    arguments += ["--max-threads", "1", "--execution", "in-stream", "--grid-policies", "moe-spac,sync-moves"]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     record = json.loads((tmp_path / "comparison.json").read_text())
-    ours = [r for r in record["runs"] if r["setting"]["side"] == OURS]
+    cells = {(r["setting"]["side"], *r["cell"].values()) for r in record["runs"] if r["stage"] == "grid"}
+    assert cells == {(s, x, 1, d) for s in (STOCK, OURS) for x in (0.25, 1.0) for d in (None, DRAFT)} | {
+        (OURS, x, 1, "ngram") for x in (0.25, 1.0)
+    }
+    assert {r["setting"]["n_draft"] for r in record["runs"] if r["setting"]["draft"] == DRAFT} == {2, 3}
+    policies = [(r["cell"]["policy"], r["setting"]["draft"]) for r in record["runs"] if r["stage"] == "policy"]
+    assert policies == [(p, d) for d in (DRAFT, None) for p in ("moe-spac", "sync-moves")]
+    assert [r["setting"]["sync_moves"] for r in record["runs"] if r["stage"] == "policy"] == [False, True] * 2
+    ours = [r for r in record["runs"] if r["stage"] == "grid" and r["setting"]["side"] == OURS]
     assert {(r["in_stream"], r["whole"]) for r in ours if r["setting"]["share"] < 1} == {(True, False)}
     assert {(r["in_stream"], r["whole"]) for r in ours if r["setting"]["share"] == 1} == {(False, True)}
-    grid = {
-        (r["setting"]["side"], r["setting"]["share"], r["setting"]["n_draft"])
-        for r in record["runs"]
-        if r["stage"] == "grid"
-    }
-    assert {(s, share, n) for s in (STOCK, OURS) for share in (0.25, 1.0) for n in (0, 2)} <= grid
+    assert all(r["took"] >= r["seconds"] for r in record["runs"])
+    assert record["missing"] == []
+    for name in ("tps.svg", "tps-draft.svg", "hits.svg", "steps.svg"):
+        assert ElementTree.parse(tmp_path / name).getroot().tag.endswith("svg")
+    table = (tmp_path / "comparison.md").read_text()
+    assert "| 25 % | 1 | tiny-qwen3 75 % |" in table and "| sync-moves | no draft |" in table
 
 
 # -- its parts -------------------------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ class Comparison:
 
     def settings(self, row: Row, side: str) -> list[Setting]:
         threads = self._threads(row.threads)
-        choices = self.choices
+        choices = replace(self.choices, lengths=row.lengths or self.choices.lengths)
         if row.kind == BEST:
             choices = replace(choices, drafts=(*choices.drafts, *self.cheap))
         if row.kind == TTFT:

@@ -101,7 +101,7 @@ def pictures(runs: Sequence[Run]) -> dict[str, str]:
         f"{100 * share:g} %" + (f" +{run['setting']['n_draft']}" if draft else ""): step_parts(run)
         for draft in drafts[:2]
         for (side, (share, t, d)), run in sorted(found.items(), key=lambda item: item[0][1][0])
-        if side == OURS and t == counts[0] and d == draft and run["us"]["total"]
+        if side == OURS and t == counts[0] and d == draft
     }
     drawn = {
         "tps.svg": plots.lines("tokens per second, with the better of no draft and each draft", SHARES, _there(speeds)),

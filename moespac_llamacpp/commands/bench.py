@@ -124,6 +124,7 @@ def compare(
         about = files.about
         chosen = [] if only_grid else choose(QUICK if quick and not rows else _words(rows), about)
         stems = [p.stem for p in files.drafts]
+        about["drafts"] = stems
         drafts = _words(draft) or tuple(s for s in stems if s.endswith("-75"))
         _check_drafts((*drafts, *_words(cheap_draft)), stems, pair)
         default_lengths, default_memory = ("2,4", "pinned,mmap") if quick else ("2,3,4,6,8", ",".join(MEMORIES))
