@@ -145,12 +145,13 @@ def test_the_table_has_the_best_of_each_side_and_their_ratio() -> None:
 
 def test_pictures_have_a_line_for_each_side() -> None:
     grid, _ = measured()
-    drawn = grid_report.pictures(grid.comparison.runs)
+    drawn = grid_report.pictures(grid.comparison.runs, ("d-75",))
     for words in ("ours, 16 threads", "llama.cpp, 16 threads", "ours, 4 threads", "llama.cpp, 4 threads"):
         assert f">{words}<" in drawn["tps.svg"]
     for words in ("ours, d 60 %", "llama.cpp, d 90 %", "ours, no draft"):
         assert f">{words}<" in drawn["tps-draft.svg"]
     assert ">d 75 %<" in drawn["hits.svg"] and ">25 % +4<" in drawn["steps.svg"]
+    assert drawn["steps.svg"].count(" +4<") == len(FIELD.shares)  # the comparison's own draft alone
 
 
 def test_a_row_starts_from_what_the_grid_has_seen() -> None:

@@ -17,7 +17,7 @@ from moespac_llamacpp.bench.settings import OURS, STOCK, Setting, readable
 from moespac_llamacpp.bench.texts import Text
 
 GRID, POLICY = "grid", "policy"
-NGRAM, NGRAM_MAX = "ngram", 8
+NGRAM, NGRAM_MAX = "ngram", 4
 SYNC = "sync-moves"  # an ablation that is no policy of its own
 SAVE_SECONDS = 20.0
 

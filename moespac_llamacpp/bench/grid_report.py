@@ -83,28 +83,31 @@ def policies_said(runs: Sequence[Run]) -> str:
     )
 
 
-def pictures(runs: Sequence[Run]) -> dict[str, str]:
-    """SVG by file name; nothing without a grid."""
+def pictures(runs: Sequence[Run], own: Sequence[str]) -> dict[str, str]:
+    """SVG by file name; nothing without a grid. own: drafts that are in the lines of the best, and in the bars of steps."""
     found = best(runs)
     if not found:
         return {}
     counts = sorted({threads for _, (_, threads, _) in found}, reverse=True)
     # looking up n-grams is a second run without a draft here: it would be a second try of ours
     drafts = sorted({draft for _, (_, _, draft) in found if draft != "ngram"}, key=lambda d: d or "")
+    first = [d for d in drafts if d is None or d in own]
     names = ((OURS, "ours"), (STOCK, "llama.cpp"))
-    speeds = {f"{name}, {t} threads": _line(found, side, t, drafts, "tps") for t in counts for side, name in names}
+    speeds = {f"{name}, {t} threads": _line(found, side, t, first, "tps") for t in counts for side, name in names}
     by_draft = {
         f"{name}, {readable(d)}": _line(found, side, counts[0], [d], "tps") for d in drafts for side, name in names
     }
     hits = {readable(d): _line(found, OURS, counts[0], [d], "hit_rate", 100.0) for d in drafts}
     steps = {
         f"{100 * share:g} %" + (f" +{run['setting']['n_draft']}" if draft else ""): step_parts(run)
-        for draft in drafts[:2]
+        for draft in first
         for (side, (share, t, d)), run in sorted(found.items(), key=lambda item: item[0][1][0])
         if side == OURS and t == counts[0] and d == draft
     }
     drawn = {
-        "tps.svg": plots.lines("tokens per second, with the better of no draft and each draft", SHARES, _there(speeds)),
+        "tps.svg": plots.lines(
+            f"tokens per second, the best of {', '.join(map(readable, first))}", SHARES, _there(speeds)
+        ),
         "tps-draft.svg": plots.lines(f"tokens per second by draft, {counts[0]} threads", SHARES, _there(by_draft)),
     }
     if any(hits.values()):

@@ -31,7 +31,7 @@ def save(folder: Path, comparison: Comparison, about: Mapping[str, object], wher
     }
     (folder / "comparison.json").write_text(json.dumps(record, indent=1) + "\n")
     (folder / "comparison.md").write_text(document(record))
-    for name, picture in pictures(record["runs"]).items():
+    for name, picture in pictures(record["runs"], comparison.choices.drafts).items():
         (folder / name).write_text(picture)
     origin = {"machine": machine.short(where), "commit": where["commit"], "command": where["command"]}
     targets.save(folder / "targets.json", [{k: r[k] for k in TARGET_FIELDS} | origin for r in comparison.rows])
@@ -111,9 +111,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
 
 
-def pictures(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """SVG by file name, of what there is to see: of the grid, or else of the rows' runs."""
-    found = grid_report.pictures(runs)
+def pictures(runs: Sequence[Mapping[str, Any]], drafts: Sequence[str]) -> dict[str, str]:
+    """SVG by file name, of what there is to see: of the grid, or else of the rows' runs. drafts: the comparison's own."""
+    found = grid_report.pictures(runs, drafts)
     if found:
         return found
     measured = [r for r in runs if "tps" in r and r["n_generated"] > 1]

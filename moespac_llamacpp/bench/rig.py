@@ -95,7 +95,9 @@ class Rig:
         self._ours_loaded = False
         try:
             for side in (STOCK, OURS):
-                self._process(side)
+                self._start(side)
+            for side in (STOCK, OURS):
+                self._greet(side)
             if self.hello[STOCK]["patched"] != (rival == PATCHED):
                 raise ValueError(f"{rival}: its llama_cpp is patched: the rival must be llama.cpp as it is")
             self.device = str(self.hello[OURS]["device"])
@@ -105,17 +107,24 @@ class Rig:
 
     def _process(self, side: str) -> Process:
         """The side's worker; a new one, with nothing loaded, if the last one ended (ggml aborts on some errors of a device)."""
-        process = self._processes.get(side)
-        if process is None or not process.alive:
-            command, env = self._commands[side]
-            process = self._processes[side] = Process(side, command, self._logs / f"{side}.log", env)
-            self.hello[side] = process.call("hello", device=self._device)
-            self._drafts[side].clear()
-            if side == OURS:
-                self._ours_loaded = False
-            else:
-                self._stock.clear()
-        return process
+        if not self._processes[side].alive:
+            self._start(side)
+            self._greet(side)
+        return self._processes[side]
+
+    def _start(self, side: str) -> None:
+        command, env = self._commands[side]
+        self._processes[side] = Process(side, command, self._logs / f"{side}.log", env)
+        self._processes[side].ask("hello", device=self._device)
+
+    def _greet(self, side: str) -> None:
+        """Takes the answer to "hello". Loading, in contrast, is never done by both at a time: the device's readings would mix."""
+        self.hello[side] = self._processes[side].answer("hello")
+        self._drafts[side].clear()
+        if side == OURS:
+            self._ours_loaded = False
+        else:
+            self._stock.clear()
 
     def close(self) -> None:
         for process in self._processes.values():
