@@ -121,6 +121,22 @@ def test_what_there_was_no_time_for_is_named() -> None:
     assert f"{len(names)} of its {len(names)} points are missing" in compared.notes[0]
 
 
+def test_a_point_that_time_cut_short_counts_with_what_was_tried() -> None:
+    rig = FakeRig()
+    compared = comparison(rig)
+    grid = Grid(compared, FIELD, lambda: None, minutes=1)
+
+    def over(setting: Setting) -> bool:
+        grid._end = -1.0  # the time is over when this run is
+        return False
+
+    rig.fails = over
+    grid.run()
+    assert len(rig.settings) == 1 and len(grid.best) == 1
+    assert "stock 100 % t16, no draft: not every setting was tried for time" in compared.notes
+    assert compared.missing == [p.label() for p in points(FIELD, ("d-75",), ngram=True)[1:]]
+
+
 def test_a_setting_that_fails_is_noted_and_the_grid_goes_on() -> None:
     grid, _ = measured(rig=FakeRig(lambda s: s.side == STOCK and s.share == 0.08))
     assert "stock 8 % t16, no draft, memory pinned: does not work" in grid.comparison.notes

@@ -109,18 +109,17 @@ class Grid:
     def _measure(self, point: Point, where: str) -> None:
         """OutOfTimeError: not one setting of the point was tried."""
         text = self._text(point)
-        for setting in self._settings(point):
-            try:
+        try:
+            for setting in self._settings(point):
                 self._try(point, setting, text, where)
-            except OutOfTimeError:
-                if point not in self.best:
-                    raise
-                self.comparison.note(f"{point.label()}: not every setting was tried for time")
-                return
-        if point.side == STOCK and point in self.best and self._takes_all_cores(point):
-            # a core for who launches: in the rival's favour, ours leaves some free by itself
-            best = self.best[point][1]
-            self._try(point, replace(best, threads=best.threads - 1), text, where)
+            if point.side == STOCK and point in self.best and self._takes_all_cores(point):
+                # a core for who launches: in the rival's favour, ours leaves some free by itself
+                best = self.best[point][1]
+                self._try(point, replace(best, threads=best.threads - 1), text, where)
+        except OutOfTimeError:
+            if point not in self.best:
+                raise
+            self.comparison.note(f"{point.label()}: not every setting was tried for time")
 
     def _try(self, point: Point, setting: Setting, text: Text, where: str) -> None:
         if self._end is not None and time.monotonic() > self._end:
