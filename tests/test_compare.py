@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 pytest.importorskip("llama_cpp")
 
 import native_build
-from moespac_llamacpp.bench import ledger, plots, report, targets
+from moespac_llamacpp.bench import ledger, plots, targets
 from moespac_llamacpp.bench.floor import floor_seconds
 from moespac_llamacpp.bench.process import Process, WorkerError
 from moespac_llamacpp.bench.rig import Rig, stock_command
 from moespac_llamacpp.bench.settings import OURS, STOCK, Choices, Setting, candidates, near
+from moespac_llamacpp.bench.steps import step_parts
 from moespac_llamacpp.bench.texts import PlantedTexts
 from moespac_llamacpp.cli import app
 from moespac_llamacpp.synth import Order, Pair, write_pair
@@ -111,22 +112,41 @@ def test_the_ledger_counts_what_llama_cpp_allocates(compared: Path, pair: Pair) 
             assert run["slot_bytes"] <= run["setting"]["share"] * weights.experts
 
 
-def test_a_grid_has_every_setting(pair: Pair, rival: str, tmp_path: Path) -> None:
+def test_a_grid_has_every_point_of_its_field(pair: Pair, rival: str, tmp_path: Path) -> None:
     arguments = ["bench", "compare", "--pair", str(pair.folder), "--stock", rival, "-o", str(tmp_path)]
-    arguments += ["--budgets", "25,100", "-t", "1", "--grid-lengths", "2", "--memory", "mmap", "--only-grid"]
+    arguments += [
+        "--budgets",
+        "25,100",
+        "-t",
+        "1",
+        "--grid-lengths",
+        "2,3",
+        "--memory",
+        "mmap",
+        "--only-grid",
+        "--ngram",
+    ]
     arguments += ["--prompt", "16", "-n", "8", "--ctx", "64", "--policies", "lru", "--rounds", "1", "--lengths", "2"]
-    arguments += ["--max-threads", "1", "--execution", "in-stream"]
+    arguments += ["--max-threads", "1", "--execution", "in-stream", "--grid-policies", "moe-spac,sync-moves"]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     record = json.loads((tmp_path / "comparison.json").read_text())
-    ours = [r for r in record["runs"] if r["setting"]["side"] == OURS]
+    cells = {(r["setting"]["side"], *r["cell"].values()) for r in record["runs"] if r["stage"] == "grid"}
+    assert cells == {(s, x, 1, d) for s in (STOCK, OURS) for x in (0.25, 1.0) for d in (None, DRAFT)} | {
+        (OURS, x, 1, "ngram") for x in (0.25, 1.0)
+    }
+    assert {r["setting"]["n_draft"] for r in record["runs"] if r["setting"]["draft"] == DRAFT} == {2, 3}
+    policies = [(r["cell"]["policy"], r["setting"]["draft"]) for r in record["runs"] if r["stage"] == "policy"]
+    assert policies == [(p, d) for d in (DRAFT, None) for p in ("moe-spac", "sync-moves")]
+    assert [r["setting"]["sync_moves"] for r in record["runs"] if r["stage"] == "policy"] == [False, True] * 2
+    ours = [r for r in record["runs"] if r["stage"] == "grid" and r["setting"]["side"] == OURS]
     assert {(r["in_stream"], r["whole"]) for r in ours if r["setting"]["share"] < 1} == {(True, False)}
     assert {(r["in_stream"], r["whole"]) for r in ours if r["setting"]["share"] == 1} == {(False, True)}
-    grid = {
-        (r["setting"]["side"], r["setting"]["share"], r["setting"]["n_draft"])
-        for r in record["runs"]
-        if r["stage"] == "grid"
-    }
-    assert {(s, share, n) for s in (STOCK, OURS) for share in (0.25, 1.0) for n in (0, 2)} <= grid
+    assert all(r["took"] >= r["seconds"] for r in record["runs"])
+    assert record["missing"] == []
+    for name in ("tps.svg", "tps-draft.svg", "hits.svg", "steps.svg"):
+        assert ElementTree.parse(tmp_path / name).getroot().tag.endswith("svg")
+    table = (tmp_path / "comparison.md").read_text()
+    assert "| 25 % | 1 | tiny-qwen3 75 % |" in table and "| sync-moves | no draft |" in table
 
 
 # -- its parts -------------------------------------------------------------------------------------------------------------------
@@ -212,11 +232,11 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
         "seconds": 0.5,
     }
     run["us"] = {"launch": 2e4, "cold": 1e5, "wait": 3e4, "total": 1.5e5}
-    parts = report.step_parts(run)
+    parts = step_parts(run)
     assert sum(parts.values()) == pytest.approx(50.0)
     assert parts["cold"] == pytest.approx(10.0) and parts["moves, policy"] == pytest.approx(5.0)
     run["us"] = {"launch": 0, "cold": 1e5, "wait": 9e4, "total": 1.5e5, "hot": 6e4, "rest": 1e5}
-    parts = report.step_parts(run)
+    parts = step_parts(run)
     assert sum(parts.values()) == pytest.approx(50.0)
     assert parts["device lane"] == pytest.approx(6.0) and parts["cold"] == 0
 
@@ -244,8 +264,10 @@ def test_a_rival_that_is_none_is_refused() -> None:
 
 def test_a_worker_that_dies_or_fails_says_so(tmp_path: Path) -> None:
     dying = Process("dying", [sys.executable, "-c", "import sys; sys.stdin.readline(); sys.exit(3)"], tmp_path / "log")
-    with dying, pytest.raises(WorkerError, match="dying: ended during run with code 3"):
-        dying.call("run")
+    with dying:
+        for _ in range(2):  # asked again it does not wait for an answer that cannot come
+            with pytest.raises(WorkerError, match="dying: ended during run with code 3"):
+                dying.call("run", limit=60)
     slow = Process("slow", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
     with slow, pytest.raises(WorkerError, match="longer than 0 s"):
         slow.call("run", limit=0.2)

@@ -5,6 +5,7 @@ the ratio of medians over the rounds: ours against the better of the rival's two
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -29,7 +30,8 @@ class OutOfTimeError(RuntimeError):
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured. minutes: nothing is started after them (None: no limit)."""
+    """How much is measured. minutes: nothing is started after them (None: no limit). look_seconds: of a row's first look at a
+    side; after them no further setting is tried, and what was not is noted."""
 
     coarse_tokens: int = 64
     tokens: int = 128
@@ -38,6 +40,7 @@ class Effort:
     n_prompt: int | None = None  # in place of a row's own
     max_threads: int = 1 << 10
     minutes: float | None = None
+    look_seconds: float | None = None
 
 
 @dataclass
@@ -65,6 +68,7 @@ class Comparison:
         self.runs: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.missing: list[str] = []  # points of the grid that there was no time for
         self.bandwidths: dict[str, Any] = {}
         self._coarse: dict[tuple[Setting, str], float] = {}  # by setting and unit
         self._best: dict[str, Ranked] = {}  # ours, by row
@@ -75,7 +79,7 @@ class Comparison:
             self.notes.append(text)
             self.say(text)
 
-    def _check_time(self) -> None:
+    def check_time(self) -> None:
         if self._end is not None and time.monotonic() > self._end:
             raise OutOfTimeError(f"the {self.effort.minutes:g} minutes are over")
 
@@ -89,12 +93,21 @@ class Comparison:
 
     # -- single runs ---------------------------------------------------------------------------------------------------------
 
-    def run(self, setting: Setting, text: Text, stage: str, *, clocks: bool = False) -> Result:
+    def run(
+        self, setting: Setting, text: Text, stage: str, *, clocks: bool = False, cell: dict[str, Any] | None = None
+    ) -> Result:
+        """cell: of the grid, for the record. In the record `took` has seconds with all that the run waited for, as loading."""
+        begin = time.monotonic()
         result = self.rig.run(setting, text, clocks=clocks)
-        self.runs.append({"stage": stage, **result.record()})
+        record = {"stage": stage, **result.record(), "took": round(time.monotonic() - begin, 3)}
+        self.runs.append(record | ({"cell": cell} if cell else {}))
         if result.as_planted is False:
             self.note(f"{setting.label()}: the text is not the planted one")
         return result
+
+    def looked(self, setting: Setting, result: Result) -> None:
+        """What another run of it reached serves as its coarse look."""
+        self._coarse.setdefault((_measured_alike(setting), "TPS"), result.tps)
 
     def _rate(self, row: Row, setting: Setting, text: Text, stage: str) -> tuple[float, Result | None]:
         """What counts for a row, larger is better."""
@@ -119,7 +132,7 @@ class Comparison:
 
     def settings(self, row: Row, side: str) -> list[Setting]:
         threads = self._threads(row.threads)
-        choices = self.choices
+        choices = replace(self.choices, lengths=row.lengths or self.choices.lengths)
         if row.kind == BEST:
             choices = replace(choices, drafts=(*choices.drafts, *self.cheap))
         if row.kind == TTFT:
@@ -138,9 +151,12 @@ class Comparison:
         )
         return [s for s in found if self.rig.budget(s) >= 0]
 
-    def look(self, row: Row, settings: Iterable[Setting], *, optional: bool = False) -> list[Ranked]:
+    def look(
+        self, row: Row, settings: Iterable[Setting], *, optional: bool = False, until: float = math.inf
+    ) -> list[Ranked]:
         """One short run of each setting, best first; those that were looked at before are not run again.
 
+        until: of time.monotonic(); after that only the first setting is run, unless all of it is optional.
         OutOfTimeError: not even one was, and it is not optional."""
         ranked: list[Ranked] = []
         settings = list(settings)
@@ -149,7 +165,9 @@ class Comparison:
             key = (_measured_alike(setting), unit_of(row))
             if key not in self._coarse:
                 try:
-                    self._check_time()
+                    self.check_time()
+                    if time.monotonic() > until and (ranked or optional):
+                        raise OutOfTimeError("the look has taken its time")
                     self._coarse[key] = self._rate(row, setting, text, f"{row.id} coarse")[0]
                 except OutOfTimeError:
                     if not ranked and not optional:
@@ -166,16 +184,25 @@ class Comparison:
             ranked.append(Ranked(setting, [self._coarse[key]]))
         return sorted(ranked, key=lambda r: -r.rate)
 
+    def _look_at(self, row: Row, side: str) -> list[Ranked]:
+        """Every setting of a side, then the best one with fewer threads. If that must be short, each length in every memory comes
+        before the next length."""
+        limit, settings = self.effort.look_seconds, self.settings(row, side)
+        until = math.inf if limit is None else time.monotonic() + limit
+        if limit is not None:
+            settings.sort(key=lambda s: s.n_draft)
+        ranked = self.look(row, settings, until=until)
+        if ranked and row.kind != TTFT:
+            first = ranked[0].setting
+            fewer = [replace(first, threads=n) for n in reversed(near(first.threads))]
+            ranked += self.look(row, fewer, optional=True, until=until)
+        return sorted(ranked, key=lambda r: -r.rate)
+
     def measure(self, row: Row) -> dict[str, Any]:
         """The row's record. WorkerError: one of the sides has no setting that works; OutOfTimeError."""
         if row.kind == FLOOR:
             return self._measure_floor(row)
-        sides = {side: self.look(row, self.settings(row, side)) for side in (STOCK, OURS)}
-        for side, ranked in sides.items():
-            if ranked and row.kind != TTFT:
-                first = ranked[0].setting
-                fewer = self.look(row, [replace(first, threads=n) for n in near(first.threads)], optional=True)
-                sides[side] = sorted([*ranked, *fewer], key=lambda r: -r.rate)
+        sides = {side: self._look_at(row, side) for side in (STOCK, OURS)}
         for side, ranked in sides.items():
             if not ranked:
                 raise WorkerError(f"{row.id}: no setting of {side} works")
@@ -190,7 +217,7 @@ class Comparison:
         for i in range(self.effort.rounds):
             if i > 0:
                 try:
-                    self._check_time()
+                    self.check_time()
                 except OutOfTimeError:
                     self.note(f"{row.id}: {i} of {self.effort.rounds} rounds for time")
                     return
@@ -248,36 +275,6 @@ class Comparison:
         draft = self.rig.draft_weights(result.setting.draft)
         least = floor_seconds(result.detail, self.rig.weights, draft, self.bandwidths, result.setting.threads)
         return least / float(result.detail["seconds"])
-
-    # -- the grid ------------------------------------------------------------------------------------------------------------
-
-    def grid(
-        self, shares: Sequence[float], threads: Sequence[int], drafts: Sequence[str], lengths: Sequence[int]
-    ) -> None:
-        """Every setting once at every budget and thread count, drafts extra on both sides; `runs` grows."""
-        choices = replace(self.choices, drafts=tuple(drafts), lengths=tuple(lengths))
-        settings = [
-            setting
-            for t in threads
-            for share in shares
-            for side in (STOCK, OURS)
-            for setting in candidates(
-                side, self._threads(t), share, choices, plain=True, drafting=True, draft_extra=True
-            )
-        ]
-        # those that share a placement in a row: loading one takes longer than a run
-        settings = sorted(dict.fromkeys(settings), key=lambda s: (s.side, s.memory, s.share))
-        for i, setting in enumerate(settings):
-            self._check_time()
-            text = self.texts.next(self.effort.n_prompt or 512, self.effort.coarse_tokens)
-            try:
-                result = self.run(setting, text, "grid", clocks=setting.side == OURS)
-            except WorkerError as error:
-                self.note(str(error))
-                continue
-            self.say(
-                f"grid {i + 1}/{len(settings)}  {setting.label()}: {result.tps:.2f} TPS, TTFT {1e3 * result.ttft:.0f} ms"
-            )
 
     def clocked(self, row: Row) -> None:
         """One run of the row's best setting with the layers' clocks on, for the picture of a step."""

@@ -64,9 +64,14 @@ class Worker:
     def load_draft(self, name: str, path: str, n_ctx: int, n_batch: int) -> dict[str, Any]:
         del stock._log[:]
         free = self.device.memory[0]
+        start = time.perf_counter()
         model = Model(path, experts_device=self.device)
         self.drafts[name] = Context(model, n_ctx=n_ctx, n_batch=n_batch, attach=False, keep_graphs=DRAFT_WIDTHS)
-        answer = {"buffers": stock.buffers(), "device_bytes": free - self.device.memory[0]}
+        answer = {
+            "seconds": time.perf_counter() - start,
+            "buffers": stock.buffers(),
+            "device_bytes": free - self.device.memory[0],
+        }
         stock.warm_up(self.drafts[name].decode, n_ctx)
         return answer
 
@@ -99,11 +104,12 @@ class Worker:
             slots = slots_for_bytes(sizes, expert_bytes - lane)
             experts.set_slots(slots)
 
-    def _cold(self, policy: str, expert_bytes: int, max_moves: int | None) -> Residency:
+    def _cold(self, policy: str, expert_bytes: int, max_moves: int | None, sync_moves: bool = False) -> Residency:
         """Slots for so many bytes, filled with the first experts of each layer. max_moves None: as users have it."""
         experts = self.experts
         self._slots(expert_bytes)
-        residency = Residency(experts, make_policy(policy, experts.n_rows, experts.n_expert), max_moves=max_moves)
+        made = make_policy(policy, experts.n_rows, experts.n_expert)
+        residency = Residency(experts, made, max_moves=max_moves, sync_moves=sync_moves)
         residency.fill()  # which also measures the link, as it does for users
         return residency
 
@@ -134,15 +140,17 @@ class Worker:
         expert_bytes: int,
         policy: str,
         max_moves: int | None,
+        sync_moves: bool,
         clocks: bool,
     ) -> dict[str, Any]:
         """draft: a loaded one's name, "ngram", or None. clocks: take the layers' times, which costs a little."""
         assert self.target is not None
         self._threads(threads)
+        begin = time.perf_counter()
         self.experts.set_slots([0] * self.experts.n_rows)
         del stock._log[:]
         free = self.device.memory[0]
-        residency = self._cold(policy, expert_bytes, max_moves)
+        residency = self._cold(policy, expert_bytes, max_moves, sync_moves)
         if self.device.kind != "cpu":  # as for users
             with residency.undisturbed():
                 self.target.warm_up(widths_to_come(n_draft if draft else 0, fixed), WARM_UP_SECONDS)
@@ -151,6 +159,7 @@ class Worker:
         )
         gc.collect()
         gc.disable()
+        set_up = time.perf_counter() - begin
         try:
             tokens = decoder.generate(prompt, n_generate)
             first = next(tokens)
@@ -169,6 +178,7 @@ class Worker:
             "tokens": text,
             "ttft": report.prompt_seconds,
             "seconds": seconds,
+            "set_up_seconds": set_up,
             "n_steps": report.n_steps,
             "n_drafted": report.n_drafted,
             "n_accepted": report.n_accepted,

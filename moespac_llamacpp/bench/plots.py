@@ -9,7 +9,7 @@ from moespac_llamacpp.svg import FAINT, INNER, LEFT, Drawing
 
 HEIGHT = 260
 PLOT = INNER - 170  # the rest is for names
-COLOURS = ("#1f6f8b", "#c9a227", "#7a9e3f", "#8a5a9e", "#b5533c", "#a9cbd6", "#777777")
+COLOURS = ("#1f6f8b", "#c9a227", "#7a9e3f", "#8a5a9e", "#b5533c", "#a9cbd6", "#777777", "#c98fb0")
 
 
 def lines(title: str, x_label: str, series: Mapping[str, Sequence[tuple[float, float]]]) -> str:

@@ -8,6 +8,7 @@ import queue
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,27 @@ class Process:
 
     def call(self, operation: str, *, limit: float = 600.0, **arguments: Any) -> dict[str, Any]:
         """WorkerError: the operation failed, took longer than `limit` seconds, or the process ended."""
+        self.ask(operation, **arguments)
+        return self.answer(operation, limit=limit)
+
+    def ask(self, operation: str, **arguments: Any) -> None:
+        """Starts an operation; nothing else may be asked before its answer was taken."""
         assert self._process.stdin
-        try:
+        # a process that has ended says so when the answer is taken
+        with suppress(OSError):
             self._process.stdin.write(json.dumps({"op": operation, **arguments}).encode() + b"\n")
             self._process.stdin.flush()
+
+    def answer(self, operation: str, *, limit: float = 600.0) -> dict[str, Any]:
+        """Of what was asked last. WorkerError as for call."""
+        try:
             line = self._lines.get(timeout=limit)
         except queue.Empty:
             self._process.kill()
             self._process.wait()
             raise WorkerError(f"{self.name}: {operation} took longer than {limit:.0f} s (log: {self.log})") from None
-        except OSError:
-            line = b""
         if not line:
+            self._lines.put(b"")  # for whoever asks again
             raise WorkerError(
                 f"{self.name}: ended during {operation} with code {self._process.wait()} (log: {self.log})"
             )

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moespac_llamacpp.bench import machine, plots, targets
+from moespac_llamacpp.bench import grid_report, machine, plots, targets
 from moespac_llamacpp.bench.compare import Comparison
+from moespac_llamacpp.bench.steps import step_parts
 
 TARGET_FIELDS = ("id", "what", "at_least", "aim", "measured", "unit")
 
@@ -26,10 +27,11 @@ def save(folder: Path, comparison: Comparison, about: Mapping[str, object], wher
         "runs": comparison.runs,
         "models": comparison.rig.loaded(),
         "notes": comparison.notes,
+        "missing": comparison.missing,
     }
     (folder / "comparison.json").write_text(json.dumps(record, indent=1) + "\n")
     (folder / "comparison.md").write_text(document(record))
-    for name, picture in pictures(record["runs"]).items():
+    for name, picture in pictures(record["runs"], comparison.choices.drafts).items():
         (folder / name).write_text(picture)
     origin = {"machine": machine.short(where), "commit": where["commit"], "command": where["command"]}
     targets.save(folder / "targets.json", [{k: r[k] for k in TARGET_FIELDS} | origin for r in comparison.rows])
@@ -57,9 +59,13 @@ def document(record: Mapping[str, Any]) -> str:
         ),
         "",
     ]
-    grid = [r for r in record["runs"] if r["stage"] == "grid"]
-    if grid:
-        lines += ["## Grid", "", _table(["setting", "TPS", "TTFT ms", "hits", "VRAM GB"], map(_run, grid)), ""]
+    if cells := grid_report.cells(record["runs"]):
+        lines += ["## Grid", "", GRID_SAID, "", _table(grid_report.CELLS, cells), ""]
+    if policies := grid_report.policies(record["runs"]):
+        lines += ["## Policies and ablations", "", grid_report.policies_said(record["runs"]), ""]
+        lines += [_table(grid_report.POLICIES, policies), ""]
+    if record["missing"]:
+        lines += ["## Missing for time", "", *(f"- {point}" for point in record["missing"]), ""]
     if record["models"]:
         lines += ["## VRAM of each model, GB", "", VRAM_SAID, "", _table(*_vram(record["models"])), ""]
     if record["notes"]:
@@ -67,6 +73,10 @@ def document(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+GRID_SAID = (
+    "Coarse: one short run of each setting, and the best one counts. The draft is extra on both sides. Draft lengths and memory "
+    "modes were tried with the most threads, and the best of them taken with fewer. TTFT and VRAM: llama.cpp's / ours."
+)
 VRAM_SAID = (
     "What llama.cpp says that it allocated on the device, and how much less the device then had free (0: a CPU does not tell). "
     "Slots come on top: `slot_bytes`, `device_bytes` and `device_reading` of each run of ours."
@@ -75,10 +85,10 @@ VRAM_SAID = (
 
 def _vram(models: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     rows = [
-        [m["model"], f"{m['device_buffers'] / 1e9:.3f}", f"{m['device_reading'] / 1e9:.3f}"]
+        [m["model"], *(f"{m[k] / 1e9:.3f}" for k in ("device_buffers", "device_reading")), f"{m['load_seconds']:.1f}"]
         for m in sorted(models, key=lambda m: str(m["model"]))
     ]
-    return ["model", "llama.cpp", "device"], rows
+    return ["model", "llama.cpp", "device", "loading, s"], rows
 
 
 def _row(r: Mapping[str, Any]) -> list[str]:
@@ -97,20 +107,16 @@ def _row(r: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _run(r: Mapping[str, Any]) -> list[str]:
-    hits = f"{100 * r['hit_rate']:.0f} %" if "hit_rate" in r else ""
-    return [r["label"], f"{r['tps']:.1f}", f"{1e3 * r['ttft']:.0f}", hits, f"{r['vram']['total'] / 1e9:.2f}"]
-
-
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
 
 
-def pictures(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """SVG by file name, of what there is to see."""
-    found: dict[str, str] = {}
+def pictures(runs: Sequence[Mapping[str, Any]], drafts: Sequence[str]) -> dict[str, str]:
+    """SVG by file name, of what there is to see: of the grid, or else of the rows' runs. drafts: the comparison's own."""
+    found = grid_report.pictures(runs, drafts)
+    if found:
+        return found
     measured = [r for r in runs if "tps" in r and r["n_generated"] > 1]
-    measured = [r for r in measured if r["stage"] == "grid"] or measured
     speeds = {
         side: _best_by_share([r for r in measured if r["setting"]["side"] == name], "tps")
         for name, side in (("ours", "moespac"), ("stock", "llama.cpp"))
@@ -138,22 +144,3 @@ def _best_runs(runs: Sequence[Mapping[str, Any]]) -> dict[float, Mapping[str, An
 
 def _best_by_share(runs: Sequence[Mapping[str, Any]], what: str, scale: float = 1.0) -> list[tuple[float, float]]:
     return sorted((100 * share, scale * float(r[what])) for share, r in _best_runs(runs).items())
-
-
-def step_parts(run: Mapping[str, Any]) -> dict[str, float]:
-    """Where the time of a step goes, ms. From a run with clocks on.
-
-    Portable execution: starting the device lane, the cold lane, waiting for the device, as the CPU sees them. In-stream, which
-    has us["hot"]: the hot lane and the wait for the CPU, as the device sees them; the cold lane runs beside both."""
-    n, us = max(1, run["n_steps"]), run["us"]
-    in_stream = us.get("hot", 0) > 0
-    ms = {
-        "draft": 1e3 * run["draft_seconds"],
-        "device lane": us["hot" if in_stream else "launch"] / 1e3,
-        "cold": 0.0 if in_stream else us["cold"] / 1e3,
-        "wait": us["wait"] / 1e3,
-        "rest of verify": 1e3 * run["verify_seconds"] - us["total"] / 1e3,
-        "accept": 1e3 * run["accept_seconds"],
-        "moves, policy": 1e3 * (run["seconds"] - run["draft_seconds"] - run["verify_seconds"] - run["accept_seconds"]),
-    }
-    return {name: max(0.0, value) / n for name, value in ms.items()}

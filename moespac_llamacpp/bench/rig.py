@@ -84,6 +84,7 @@ class Rig:
         self._stock: OrderedDict[tuple[str, int], str] = OrderedDict()
         self._buffers: dict[str, dict[str, float]] = {}
         self._device_bytes: dict[str, int] = {}
+        self._load_seconds: dict[str, float] = {}  # the last time; without warming up
         self._device, self._execution, self._logs = device, execution, logs
         self._commands = {
             STOCK: stock_command(rival),
@@ -94,7 +95,9 @@ class Rig:
         self._ours_loaded = False
         try:
             for side in (STOCK, OURS):
-                self._process(side)
+                self._start(side)
+            for side in (STOCK, OURS):
+                self._greet(side)
             if self.hello[STOCK]["patched"] != (rival == PATCHED):
                 raise ValueError(f"{rival}: its llama_cpp is patched: the rival must be llama.cpp as it is")
             self.device = str(self.hello[OURS]["device"])
@@ -104,17 +107,24 @@ class Rig:
 
     def _process(self, side: str) -> Process:
         """The side's worker; a new one, with nothing loaded, if the last one ended (ggml aborts on some errors of a device)."""
-        process = self._processes.get(side)
-        if process is None or not process.alive:
-            command, env = self._commands[side]
-            process = self._processes[side] = Process(side, command, self._logs / f"{side}.log", env)
-            self.hello[side] = process.call("hello", device=self._device)
-            self._drafts[side].clear()
-            if side == OURS:
-                self._ours_loaded = False
-            else:
-                self._stock.clear()
-        return process
+        if not self._processes[side].alive:
+            self._start(side)
+            self._greet(side)
+        return self._processes[side]
+
+    def _start(self, side: str) -> None:
+        command, env = self._commands[side]
+        self._processes[side] = Process(side, command, self._logs / f"{side}.log", env)
+        self._processes[side].ask("hello", device=self._device)
+
+    def _greet(self, side: str) -> None:
+        """Takes the answer to "hello". Loading, in contrast, is never done by both at a time: the device's readings would mix."""
+        self.hello[side] = self._processes[side].answer("hello")
+        self._drafts[side].clear()
+        if side == OURS:
+            self._ours_loaded = False
+        else:
+            self._stock.clear()
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -167,7 +177,8 @@ class Rig:
         else:
             self._load_ours()
             own: dict[str, Any] = {"expert_bytes": budget, "policy": setting.policy, "max_moves": setting.max_moves}
-            answer = process.call("run", fixed=setting.fixed, clocks=clocks, **common, **own)
+            own |= {"fixed": setting.fixed, "sync_moves": setting.sync_moves}
+            answer = process.call("run", clocks=clocks, **common, **own)
             self._buffers[OURS].update({b: s for b, s in answer["buffers"].items() if b.endswith(" compute")})
             experts, buffers = answer["device_bytes"], self._buffers[OURS]
         entry = ledger.entry(self.weights, buffers, self.device, experts, self.draft_cost(setting.draft))
@@ -220,6 +231,7 @@ class Rig:
                 "model": name,
                 "device_buffers": sum(size for b, size in buffers.items() if ledger.on_device(b, self.device)),
                 "device_reading": 0 if is_cpu else self._device_bytes[name],
+                "load_seconds": self._load_seconds[name],
                 "buffers": buffers,
             }
             for name, buffers in self._buffers.items()
@@ -229,6 +241,7 @@ class Rig:
 
     def _took(self, name: str, answer: dict[str, Any]) -> None:
         self._buffers[name], self._device_bytes[name] = answer["buffers"], int(answer["device_bytes"])
+        self._load_seconds[name] = float(answer["seconds"])
 
     def _load_ours(self) -> None:
         if self._ours_loaded:

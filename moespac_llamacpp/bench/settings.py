@@ -24,10 +24,13 @@ class Setting:
     fixed: bool = True
     policy: str = "moe-spac"
     max_moves: int | None = None  # uploads a step; None: as users have it
+    sync_moves: bool = False  # the ablation in which a step waits for its uploads
 
     def label(self) -> str:
         drafting = "no draft" if self.draft is None else f"{self.draft} {'' if self.fixed else 'up to '}{self.n_draft}"
         how = f"memory {self.memory}" if self.side == STOCK else f"policy {self.policy}"
+        if self.sync_moves:
+            how += ", sync moves"
         return f"{self.side} {100 * self.share:g} % t{self.threads}, {drafting}, {how}"
 
 
@@ -42,6 +45,14 @@ class Choices:
     policies: tuple[str, ...] = ("moe-spac",)
     ngram: bool = False
     extra: tuple[Setting, ...] = field(default=())
+
+
+def readable(draft: str | None) -> str:
+    """Of a planted draft's stem: "draft-qwen3-4b-75" is "qwen3-4b 75 %"."""
+    if draft is None:
+        return "no draft"
+    name, _, percent = draft.removeprefix("draft-").rpartition("-")
+    return f"{name} {percent} %" if name else draft
 
 
 def near(threads: int) -> list[int]:

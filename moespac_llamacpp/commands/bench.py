@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -11,6 +11,7 @@ import typer
 
 from moespac_llamacpp.bench import machine, report, suite_runs
 from moespac_llamacpp.bench.compare import Comparison, Effort, OutOfTimeError
+from moespac_llamacpp.bench.grid import SYNC, Field, Grid
 from moespac_llamacpp.bench.process import WorkerError
 from moespac_llamacpp.bench.rig import Rig, stock_command
 from moespac_llamacpp.bench.settings import MEMORIES, Choices
@@ -62,9 +63,17 @@ def compare(
     rows: Annotated[
         str, typer.Option("--rows", help="Target rows, by id with commas; default: the grid, then all.")
     ] = "",
+    grid: Annotated[bool, typer.Option("--grid", help="The grid before the named rows, too.")] = False,
     only_grid: Annotated[bool, typer.Option("--only-grid", help="No rows.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help=f"The rows {', '.join(QUICK)} in about 8 minutes.")] = False,
     minutes: Annotated[float | None, typer.Option("--minutes", help="Start nothing after so many.")] = None,
+    grid_minutes: Annotated[
+        float | None,
+        typer.Option("--grid-minutes", help="The grid starts nothing after so many; what is missing is named."),
+    ] = None,
+    look: Annotated[
+        float | None, typer.Option("--look", help="Seconds of a row's first look at either side's settings.")
+    ] = None,
     budgets: Annotated[
         str, typer.Option("--budgets", help="Of the grid: % of expert bytes in VRAM.")
     ] = "8,17,25,50,100",
@@ -81,7 +90,15 @@ def compare(
     lengths: Annotated[
         str | None, typer.Option("--lengths", help="Draft lengths (default 2,3,4,6,8; quick 2,4).")
     ] = None,
-    grid_lengths: Annotated[str, typer.Option("--grid-lengths", help="Draft lengths of the grid.")] = "2,4,8",
+    grid_lengths: Annotated[
+        str, typer.Option("--grid-lengths", help="Draft lengths of the grid, tried with the most threads.")
+    ] = "2,4,8",
+    grid_tokens: Annotated[int, typer.Option("--grid-tokens", help="Tokens to generate in the grid, at most -n.")] = 64,
+    grid_policies: Annotated[
+        str,
+        typer.Option("--grid-policies", help="Policies and ablations of the grid: all, none, or names with commas."),
+    ] = "all",
+    policy_budget: Annotated[float, typer.Option("--policy-budget", help="Theirs, in % of expert bytes.")] = 25.0,
     memory: Annotated[
         str | None,
         typer.Option("--memory", help=f"The rival's host memory: {', '.join(MEMORIES)} (quick: the first two)."),
@@ -107,6 +124,7 @@ def compare(
         about = files.about
         chosen = [] if only_grid else choose(QUICK if quick and not rows else _words(rows), about)
         stems = [p.stem for p in files.drafts]
+        about["drafts"] = stems
         drafts = _words(draft) or tuple(s for s in stems if s.endswith("-75"))
         _check_drafts((*drafts, *_words(cheap_draft)), stems, pair)
         default_lengths, default_memory = ("2,4", "pinned,mmap") if quick else ("2,3,4,6,8", ",".join(MEMORIES))
@@ -117,8 +135,15 @@ def compare(
             policies=_known("--policies", policies, POLICIES),
             ngram=ngram,
         )
-        shares = [n / 100 for n in _numbers("--budgets", budgets, float)]
-        grid_threads, grid_drafts = _numbers("--threads", threads, int), _numbers("--grid-lengths", grid_lengths, int)
+        field = Field(
+            shares=tuple(n / 100 for n in _numbers("--budgets", budgets, float)),
+            threads=tuple(_numbers("--threads", threads, int)),
+            drafts=tuple(stems),
+            lengths=tuple(_numbers("--grid-lengths", grid_lengths, int)),
+            tokens=min(grid_tokens, tokens or grid_tokens),
+            policies=_grid_policies(grid_policies),
+            policy_share=policy_budget / 100,
+        )
         effort = Effort(
             coarse_tokens=min(64, tokens or 64),
             tokens=tokens or (96 if quick else 128),
@@ -127,6 +152,7 @@ def compare(
             n_prompt=prompt,
             max_threads=max_threads or machine.n_cores(),
             minutes=minutes if minutes is not None or not quick else 8.0,
+            look_seconds=look,
         )
         out.mkdir(parents=True, exist_ok=True)
         there = {p.stem: p for p in files.drafts}
@@ -135,17 +161,27 @@ def compare(
             comparison = Comparison(rig, PlantedTexts(files.plan()), choices, _words(cheap_draft), effort, _say)
             where = machine.describe(rig.hello, commit)
             _say(machine.short(where))
-            if not rows and not quick:
-                comparison.grid(shares, grid_threads, stems, grid_drafts)
+
+            def save() -> None:
                 report.save(out, comparison, about, where)
-            _measure(comparison, chosen, lambda: report.save(out, comparison, about, where))
+
+            if grid or only_grid or not (rows or quick):
+                Grid(comparison, field, save, grid_minutes).run()
+            _measure(comparison, chosen, save)
     except (ValueError, OSError, WorkerError, OutOfTimeError) as error:
         raise fail(error) from error
     typer.echo((out / "comparison.md").read_text())
 
 
-def _measure(comparison: Comparison, rows: list[Row], save: object) -> None:
-    assert callable(save)
+def _grid_policies(text: str) -> tuple[str, ...]:
+    """ValueError: there is none of this name."""
+    names = (*POLICIES, SYNC)
+    if text in ("all", "none"):
+        return names if text == "all" else ()
+    return _known("--grid-policies", text, names)
+
+
+def _measure(comparison: Comparison, rows: list[Row], save: Callable[[], None]) -> None:
     for row in rows:
         try:
             comparison.measure(row)
