@@ -34,6 +34,7 @@ class Turn:
     n_cold_pairs: int = 0
     n_loads: int = 0
     n_streamed_experts: int = 0
+    n_ahead_experts: int = 0
     n_load_bytes: int = 0
     resident_bytes: int = 0  # at the end
     prompt_seconds: float = 0.0
@@ -179,6 +180,7 @@ def turn_of(decoder: Decoder) -> Turn:
         n_cold_pairs=perf.n_cold_pairs,
         n_loads=perf.n_loads,
         n_streamed_experts=perf.n_streamed_experts,
+        n_ahead_experts=perf.n_ahead_experts,
         n_load_bytes=perf.n_load_bytes,
         resident_bytes=resident_bytes(experts) if experts else 0,
         prompt_seconds=report.prompt_seconds,

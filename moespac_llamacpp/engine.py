@@ -21,7 +21,7 @@ from moespac_llamacpp.planner import Pair, plan_pair
 from moespac_llamacpp.policies import NAMES as POLICIES
 from moespac_llamacpp.policies import make
 from moespac_llamacpp.profile import known
-from moespac_llamacpp.residency import STREAM_EXPERTS, Residency
+from moespac_llamacpp.residency import LOOK_AHEAD, STREAM_EXPERTS, Residency
 from moespac_llamacpp.sampling import Sampling
 from moespac_llamacpp.telemetry import Telemetry
 
@@ -68,6 +68,7 @@ class Options:
     balancer: bool = True
     sync_moves: bool = False
     stream_experts: int = STREAM_EXPERTS  # of a layer, may cross the link in the middle of a decode; 0: none
+    look_ahead: int = LOOK_AHEAD  # and before the layer begins
     hot_set: bool = False  # start with the experts that the last run left, and leave them for the next one
     flash_attn: str | None = None  # on, off, auto
     cache_type_k: str | None = None
@@ -103,6 +104,8 @@ def open_decoder(
         raise ValueError(
             f"{options.stream_experts} experts of a layer cannot be streamed, only 0 to {native.MAX_STREAMED}"
         )
+    if not 0 <= options.look_ahead <= native.MAX_AHEAD:
+        raise ValueError(f"{options.look_ahead} experts of a layer cannot come ahead, only 0 to {native.MAX_AHEAD}")
     telemetry = stack.enter_context(Telemetry(options.telemetry)) if options.telemetry else None
     kind = draft_kind(options)
     plan = plan_of(options, device)
@@ -162,7 +165,13 @@ def open_residency(
     policy = make(
         options.policy, experts.n_rows, experts.n_expert, frequency=options.frequency, balanced=options.balancer
     )
-    residency = Residency(experts, policy, sync_moves=options.sync_moves, stream_experts=options.stream_experts)
+    residency = Residency(
+        experts,
+        policy,
+        sync_moves=options.sync_moves,
+        stream_experts=options.stream_experts,
+        look_ahead=options.look_ahead,
+    )
     try:
         keep = options.hot_set and bool(residency.n_slots.any())
         hot = _last_run(context, notices) if keep else None

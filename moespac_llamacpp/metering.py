@@ -59,6 +59,7 @@ class Meter:
         "n_hot_experts",
         "n_hot_pairs",
         "n_streamed_experts",
+        "n_ahead_right",
         "n_streamed_pairs",
         "us_launch",
         "us_cold",
@@ -81,7 +82,7 @@ class Meter:
         last = np.zeros_like(now) if self._last is None else self._last
         delta = (now - np.where((now < last).any(axis=1, keepdims=True), 0.0, last)).T
         self._last = now
-        calls, cold, cold_pairs, hot, hot_pairs, streamed, streamed_pairs = delta[:7]
-        # what was streamed missed its slot, but it was the device that computed it
+        calls, cold, cold_pairs, hot, hot_pairs, in_time, ahead, streamed_pairs = delta[:8]
+        streamed = in_time + ahead  # missed its slot, but it was the device that computed it
         work = (calls, cold - streamed, cold_pairs - streamed_pairs, hot + streamed, hot_pairs + streamed_pairs)
-        return Sample(*work, *(delta[7:] * 1e-6))
+        return Sample(*work, *(delta[8:] * 1e-6))

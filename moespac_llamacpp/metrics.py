@@ -17,7 +17,14 @@ _COUNTERS = {
     "hot_pairs": ("n_hot_pairs", "Pairs of token and expert that the device computed from slots."),
     "cold_pairs": ("n_cold_pairs", "Pairs of token and expert whose expert had no slot."),
     "expert_uploads": ("n_loads", "Experts that were uploaded into slots."),
-    "expert_streams": ("n_streamed_experts", "Experts that crossed the link in the middle of a decode."),
+    "expert_streams": (
+        "n_streamed_experts",
+        "Experts that crossed the link in the middle of a decode, once their layer had chosen them.",
+    ),
+    "expert_look_aheads": (
+        "n_ahead_experts",
+        "Experts that crossed the link while the layer before theirs was computed.",
+    ),
     "expert_upload_bytes": ("n_load_bytes", "Bytes of these."),
 }
 

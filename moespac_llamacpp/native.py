@@ -568,9 +568,9 @@ class Experts:
         _check(_f["llama_moe_set_streaming"](self._ctx, max_experts, always))
 
     def set_look_ahead(self, max_experts: int, *, wrong: float = 0.0) -> None:
-        """In-stream: while a row is computed, up to max_experts (0 to MAX_AHEAD) experts cross the link that the next row is going to
-        choose as far as its own router says, given this row's input (a stale gate). As many as arrive in time, by measured rates;
-        none while most guesses are wrong. They take the same slots as streamed ones.
+        """In-stream: while a row is computed, up to max_experts (0 to MAX_AHEAD) experts cross the link that the next row is
+        going to choose as far as its own router says, given this row's input (a stale gate). As many as arrive in time, by
+        measured rates; none while too many guesses are wrong. They take the same slots as streamed ones.
         wrong: this share of the guesses is replaced by random ones, for measurements with models that are easier to foresee than
         real ones. Not while a decode is in flight. MoeError INVALID_ARGUMENT: another number or share."""
         _check(_f["llama_moe_set_look_ahead"](self._ctx, max_experts, wrong))

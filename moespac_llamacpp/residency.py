@@ -81,8 +81,8 @@ class Residency:
         overlap False: all of it in the caller's thread, the moves of a plan started at once. sync_moves: the ablation without
         asynchrony, in which the step waits for its moves (and nothing overlaps). resplit False: layers keep their slots.
         stream_experts: so many experts of a layer may cross the link in the middle of a decode, where the execution can do that
-        and the policy says which residents make room (planning.Valued). look_ahead: and so many while the layer before is computed;
-        wrong_guesses: of them, for measurements (native.Experts.set_look_ahead)."""
+        and the policy says which residents make room (planning.Valued). look_ahead: and so many while the layer before is
+        computed; wrong_guesses: for measurements (native.Experts.set_look_ahead)."""
         self.experts = experts
         self.policy = policy
         self.max_moves = max_moves

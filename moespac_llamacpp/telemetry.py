@@ -47,7 +47,7 @@ class Telemetry:
 
     NAMES = (
         *("n_hot_pairs", "n_cold_pairs", "n_hot_experts", "n_cold_experts"),
-        *("n_streamed_experts", "n_loads", "n_load_bytes"),
+        *("n_streamed_experts", "n_ahead_experts", "n_ahead_right", "n_loads", "n_load_bytes"),
     )
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -10,8 +10,8 @@ through the vocabulary of another one. Contenders, each with a context of its ow
     upstream 0L     all experts in host memory, computed by the CPU
     upstream LL     the experts of the last L layers in VRAM: the fewest layers that take at least the bytes of a hybrid share
     detached        a context that was attached and is no more: must equal upstream 0L
-    hybrid S sN     the same with up to N experts of a layer streamed in the middle of a decode (--stream; the first number is for
-                    `hybrid S` itself)
+    hybrid S sN     the same with up to N experts of a layer streamed in the middle of a decode, and as many by the look-ahead
+                    (--stream; the first number is for `hybrid S` itself)
     hybrid S        the share S of each layer's experts in slots, moved between steps by the policy, as in generation; executed as
                     the device does it by itself (in-stream on CUDA)
     portable S      the same by the portable execution, if the device's own is another one (--portable names the shares)
@@ -55,6 +55,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moespac_llamacpp import models, native
+from moespac_llamacpp.bench.settings import PLANTED_WRONG_GUESSES
 from moespac_llamacpp.memory import slots_for_share
 from moespac_llamacpp.policies import Decayed, Static
 from moespac_llamacpp.residency import STREAM_EXPERTS, Residency, block_sizes
@@ -126,6 +127,7 @@ class WatchedContext(models.Context):
         self._memory: Any = llama_cpp.llama_get_memory(self.pointer)
         self.experts: native.Experts | None = None
         self.n_past = 0
+        self._logits_at, self._views = 0, {}
 
     def _on_tensor(self, address: int, ask: bool, _: object) -> bool:
         tensor = native.Tensor.from_address(address)
@@ -298,6 +300,11 @@ def replayed(counts: NDArray[np.int32], wanted: NDArray[np.int16]) -> tuple[int,
     return int((counts[layer, wanted[layer, rank]] > 0).sum()), len(layer)
 
 
+def streaming(n: int) -> dict[str, Any]:
+    """Residency's arguments: up to n experts of a layer streamed, and as many ahead, with guesses no better than real models'."""
+    return {"stream_experts": n, "look_ahead": n, "wrong_guesses": PLANTED_WRONG_GUESSES}
+
+
 def compare(
     plain: models.Context,
     hybrid: models.Context,
@@ -313,7 +320,7 @@ def compare(
     found = total = 0
     for n in CHECK_WIDTHS:
         residency = Residency(
-            experts, Decayed(experts.n_rows, experts.n_expert), max_moves=UNLIMITED, stream_experts=stream
+            experts, Decayed(experts.n_rows, experts.n_expert), max_moves=UNLIMITED, **streaming(stream)
         )
         plain.clear()
         hybrid.clear()
@@ -491,7 +498,7 @@ class Bench:
         experts.set_slots(slots_for_share(block_sizes(experts), share))
         policy = Decayed(experts.n_rows, experts.n_expert, decay=self.args.decay, hysteresis=self.args.hysteresis)
         n = self.args.stream[0] if stream is None else stream
-        return context, Residency(experts, policy, max_moves=self.args.max_moves, stream_experts=n)
+        return context, Residency(experts, policy, max_moves=self.args.max_moves, **streaming(n))
 
     def add(self, contender: Contender) -> Contender:
         self.contenders.append(contender)
@@ -611,6 +618,8 @@ def activity(experts: native.Experts, steps: int) -> dict[str, Any]:
         "uploads_per_step": perf.n_loads / steps,
         "upload_mb_per_step": perf.n_load_bytes / 1e6 / steps,
         "streamed_per_layer": perf.n_streamed_experts / max(1, perf.n_calls),
+        "ahead_per_layer": perf.n_ahead_experts / max(1, perf.n_calls),
+        "ahead_right": perf.n_ahead_right / max(1, perf.n_ahead_experts),
     }
 
 
@@ -625,7 +634,8 @@ def layer_times(c: Contender, n: int, chain: int, steps: int) -> dict[str, Any]:
     experts.reset_perf(times=False)
     total = sum((p for _, p in perfs.values()), native.Perf())
     calls = max(1, total.n_calls)
-    cold_bytes = sum((p.n_cold_experts - p.n_streamed_experts) * r.expert_bytes for r, p in perfs.values())
+    cold = [(p.n_cold_experts - p.n_streamed_experts - p.n_ahead_right, r.expert_bytes) for r, p in perfs.values()]
+    cold_bytes = sum(n * size for n, size in cold)
     cold_us = total.us_launch + total.us_cold
     names = ("us_plan", "us_launch", "us_cold", "us_wait", "us_stream", "us_hot", "us_rest", "us_total")
     return {
@@ -651,6 +661,7 @@ def measure_mixed(bench: Bench, threads: int) -> list[dict[str, Any]]:
         candidate.fill(max(args.mixed), bench.chain, 8)
         residency.policy = Static()
         residency.experts.set_streaming(0)
+        residency.experts.set_look_ahead(0)
         candidates.append(candidate)
     set_threads(candidates, threads)
 
@@ -848,7 +859,7 @@ def arguments() -> argparse.Namespace:
         "--stream",
         type=numbers(int),
         default=[STREAM_EXPERTS, 0],
-        help="experts of a layer that may be streamed during a decode; further numbers: contenders of their own",
+        help="experts of a layer that may be streamed during a decode, and ahead; further numbers: contenders of their own",
     )
     p.add_argument(
         "--mixed", type=numbers(int), default=[1, 5, 3, 9], help="widths that alternate; empty: leave that out"

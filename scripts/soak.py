@@ -228,6 +228,7 @@ class Soak:
         if not any(r.hybrid for r in self.experts.rows()):
             raise SystemExit(f"soak: no layer runs hybrid: {self.experts.rows()[0].fallback}")
         self.experts.set_streaming(args.stream, always=True)
+        self.experts.set_look_ahead(args.look_ahead)
         self.on_device: models.Context | None = None
         if self.device.kind == "gpu":
             self.on_device = self.context(stack, stack.enter_context(Loaded(args.model, None)))
@@ -303,6 +304,7 @@ class Soak:
         return {
             "rss_mb": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
             "streamed": self.experts.perf_total().n_streamed_experts,
+            "ahead": self.experts.perf_total().n_ahead_experts,
             "slots_and_lane_mb": self.experts.device_bytes() / 1e6,
             "device_used_mb": (total - free) / 1e6,
         }
@@ -429,6 +431,7 @@ def arguments() -> argparse.Namespace:
         default=native.MAX_STREAMED,
         help="in-stream: experts of a layer that every decode streams, 0: none",
     )
+    p.add_argument("--look-ahead", type=int, default=2, help="in-stream: and those that come before the layer begins")
     p.add_argument("--threads", type=int, help="CPU threads (default: the cores there are)")
     p.add_argument("--no-negative", dest="negative", action="store_false", help="leave the negative control out")
     p.add_argument("--seed", type=int, default=0)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from families import FAMILIES, cached_model
 from lowlevel import Capture, load_model, make_context
+from moespac_llamacpp import native
 from parity import CAPTURED, difference, pair
 
 TOKENS = list(range(5, 37))
@@ -23,9 +24,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for family, expert_type in (("qwen3moe", "Q4_K"), ("gpt-oss", "MXFP4")):
             with pair(cached_model(Path(folder), family, expert_type=expert_type), family) as p:
-                for n in (1, 9):
+                p.experts.set_streaming(native.MAX_STREAMED, always=True)
+                for n, ahead in ((1, 0), (9, 0), (1, 2), (9, 2)):
+                    p.experts.set_look_ahead(ahead)
                     p.fill(0.5)
-                    print(family, n, p.compare(TOKENS[:n]), flush=True)
+                    print(family, n, p.compare(TOKENS[:n]), p.experts.perf_total(), flush=True)
         if "--upstream" in sys.argv:
             path = cached_model(Path(folder), "grovemoe")
             with (

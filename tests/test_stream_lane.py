@@ -78,7 +78,9 @@ def test_streamed_experts_give_the_same_results(
         plain = step(a, n, seed)
         a.experts.set_execution("in-stream")
         assert np.isfinite(streamed).all() and close(streamed, plain) and close(again, plain)
-    assert (n_streamed > 0 and (n_ahead > 0) == (ahead > 0)) or n == 9, "many tokens may use all experts that have slots"
+    assert (n_streamed > 0 and (n_ahead > 0) == (ahead > 0)) or n == 9, (
+        "many tokens may use all experts that have slots"
+    )
 
 
 # by family: the block's input, the router's bias, whether it is added to the score's sigmoid

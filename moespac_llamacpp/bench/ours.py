@@ -27,6 +27,7 @@ class Worker:
         self.device: native.Device = native.default_device()
         self.target: Context | None = None
         self.drafts: dict[str, Context] = {}
+        self.wrong_guesses = 0.0
 
     def hello(self, device: str | None) -> dict[str, Any]:
         found = {d.name: d for d in native.devices()}
@@ -45,8 +46,11 @@ class Worker:
     def bandwidths(self, threads: Sequence[int], seconds: float) -> dict[str, Any]:
         return hardware.measure(self.device, threads, seconds)
 
-    def load(self, path: str, n_ctx: int, n_batch: int, execution: str = "auto") -> dict[str, Any]:
-        """The target, with its experts in host memory."""
+    def load(
+        self, path: str, n_ctx: int, n_batch: int, execution: str = "auto", wrong_guesses: float = 0.0
+    ) -> dict[str, Any]:
+        """The target, with its experts in host memory. wrong_guesses: see native.Experts.set_look_ahead."""
+        self.wrong_guesses = wrong_guesses
         del stock._log[:]
         free = self.device.memory[0]
         start = time.perf_counter()
@@ -109,7 +113,8 @@ class Worker:
         experts = self.experts
         self._slots(expert_bytes)
         made = make_policy(policy, experts.n_rows, experts.n_expert)
-        residency = Residency(experts, made, max_moves=max_moves, sync_moves=sync_moves)
+        how: dict[str, Any] = {"max_moves": max_moves, "sync_moves": sync_moves, "wrong_guesses": self.wrong_guesses}
+        residency = Residency(experts, made, **how)
         residency.fill()  # which also measures the link, as it does for users
         return residency
 

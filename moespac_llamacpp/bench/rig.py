@@ -59,7 +59,7 @@ def stock_command(where: str) -> tuple[list[str], dict[str, str]]:
 class Rig:
     """Workers are started at once; models are loaded when a setting needs them, the rival's least recently used ones dropped.
 
-    execution: of ours, a name of native.EXECUTIONS."""
+    execution: of ours, a name of native.EXECUTIONS. wrong_guesses: of its look-ahead (native.Experts.set_look_ahead)."""
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class Rig:
         *,
         device: str | None = None,
         execution: str = "auto",
+        wrong_guesses: float = 0.0,
         n_ctx: int = 2560,
         n_batch: int = 2048,
         keep: int = 3,
@@ -86,6 +87,7 @@ class Rig:
         self._device_bytes: dict[str, int] = {}
         self._load_seconds: dict[str, float] = {}  # the last time; without warming up
         self._device, self._execution, self._logs = device, execution, logs
+        self._wrong_guesses = wrong_guesses
         self._commands = {
             STOCK: stock_command(rival),
             OURS: ([sys.executable, "-m", "moespac_llamacpp.bench.ours"], dict[str, str]()),
@@ -248,7 +250,8 @@ class Rig:
             return
         self.say(f"loading {self.target.name} for ours")
         path, size = str(self.target), {"n_ctx": self.n_ctx, "n_batch": self.n_batch}
-        answer = self._process(OURS).call("load", path=path, execution=self._execution, **size)
+        how: dict[str, Any] = {"execution": self._execution, "wrong_guesses": self._wrong_guesses}
+        answer = self._process(OURS).call("load", path=path, **how, **size)
         for il, _, _, hybrid, fallback in answer["rows"]:
             if not hybrid:
                 self.say(f"layer {il} takes llama.cpp's own path: {fallback}")

@@ -14,7 +14,7 @@ from moespac_llamacpp.bench.compare import Comparison, Effort, OutOfTimeError
 from moespac_llamacpp.bench.grid import SYNC, Field, Grid
 from moespac_llamacpp.bench.process import WorkerError
 from moespac_llamacpp.bench.rig import Rig, stock_command
-from moespac_llamacpp.bench.settings import MEMORIES, Choices
+from moespac_llamacpp.bench.settings import MEMORIES, PLANTED_WRONG_GUESSES, Choices
 from moespac_llamacpp.bench.suites import SUITES, SuiteError, messages
 from moespac_llamacpp.bench.targets import QUICK, Row, choose
 from moespac_llamacpp.bench.texts import PlantedTexts
@@ -157,6 +157,7 @@ def compare(
         out.mkdir(parents=True, exist_ok=True)
         there = {p.stem: p for p in files.drafts}
         how: dict[str, Any] = {"device": device, "execution": execution.value, "n_ctx": ctx, "keep": keep}
+        how["wrong_guesses"] = PLANTED_WRONG_GUESSES
         with Rig(files.target, there, stock, out, say=_say, **how) as rig:
             comparison = Comparison(rig, PlantedTexts(files.plan()), choices, _words(cheap_draft), effort, _say)
             where = machine.describe(rig.hello, commit)

@@ -13,9 +13,9 @@ import typer
 
 from moespac_llamacpp.engine import TINY_MODEL
 from moespac_llamacpp.grammar import from_json_schema, read_grammar
-from moespac_llamacpp.native import MAX_STREAMED
+from moespac_llamacpp.native import MAX_AHEAD, MAX_STREAMED
 from moespac_llamacpp.policies import NAMES as POLICIES
-from moespac_llamacpp.residency import STREAM_EXPERTS
+from moespac_llamacpp.residency import LOOK_AHEAD, STREAM_EXPERTS
 from moespac_llamacpp.sampling import Sampling
 
 
@@ -127,6 +127,15 @@ class LoadOptions:
             help="Experts of a layer that may cross the link in the middle of a step.",
         ),
     ] = STREAM_EXPERTS
+    look_ahead: Annotated[
+        int,
+        typer.Option(
+            "--look-ahead",
+            min=0,
+            max=MAX_AHEAD,
+            help="Experts of a layer that may cross the link while the layer before it is computed.",
+        ),
+    ] = LOOK_AHEAD
     no_hot_set: Annotated[
         bool,
         typer.Option("--no-hot-set", help="Do not start with the experts that the last run left, nor leave any."),

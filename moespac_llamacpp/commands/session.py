@@ -50,6 +50,7 @@ def settle(load: LoadOptions) -> Options:
         balancer=not load.no_balancer,
         sync_moves=load.sync_moves,
         stream_experts=load.stream_experts,
+        look_ahead=load.look_ahead,
         hot_set=not load.no_hot_set,
         flash_attn=load.flash_attn.value if load.flash_attn else None,
         cache_type_k=load.cache_type_k,
@@ -159,4 +160,5 @@ def summary(decoder: Decoder) -> str:
         f"hit rate {100 * perf.hit_rate:.1f} % of {perf.n_hot_pairs + perf.n_cold_pairs} pairs; "
         f"{perf.n_loads} uploads, {perf.n_load_bytes / 2**20:.1f} MiB"
         + (f", {perf.n_streamed_experts} experts streamed" if perf.n_streamed_experts else "")
+        + (f", {perf.n_ahead_experts} ahead of their layer" if perf.n_ahead_experts else "")
     )
