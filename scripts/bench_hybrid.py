@@ -498,7 +498,9 @@ class Bench:
         experts.set_slots(slots_for_share(block_sizes(experts), share))
         policy = Decayed(experts.n_rows, experts.n_expert, decay=self.args.decay, hysteresis=self.args.hysteresis)
         n = self.args.stream[0] if stream is None else stream
-        return context, Residency(experts, policy, max_moves=self.args.max_moves, **streaming(n))
+        residency = Residency(experts, policy, max_moves=self.args.max_moves, **streaming(n))
+        residency.fill()  # as for users: a layer whose slots hold all experts is whole
+        return context, residency
 
     def add(self, contender: Contender) -> Contender:
         self.contenders.append(contender)

@@ -59,7 +59,8 @@ def tolerances(path: Path, name: str, expert_type: str, device: native.Device) -
     """For the first block's output and for the logits.
 
     F32 on the CPU: only the order of addition differs. Other types round activations, and a last bit may flip a rounding;
-    on a device, twice upstream's own difference between its CPU and its device path is the measure."""
+    on a device, twice upstream's own difference between its CPU and its device path is the measure, and what one flipped last bit
+    of an activation in BF16 makes of 256 (1.2e-4): where upstream rounds alike on both sides, its difference is next to nothing."""
     if device.kind == "cpu":
         return (
             (1e-5, 2e-5) if expert_type == "F32" else (5e-3, 1e-2)
@@ -73,7 +74,8 @@ def tolerances(path: Path, name: str, expert_type: str, device: native.Device) -
         family = FAMILIES[name]
         widths = [n for n in WIDTHS if n <= 4] if family.repeats else WIDTHS  # wider ones are wrong on the device
         own = [difference(a, b, tokens(n, seed), family) for n in widths for seed in range(3)]
-    return 2 * max(d.op for d in own) + 1e-5, 2 * max(d.logits for d in own) + 1e-5
+    least = 1e-5 if expert_type == "F32" else 1e-4
+    return 2 * max(d.op for d in own) + least, 2 * max(d.logits for d in own) + least
 
 
 def check(root: Path, name: str, expert_type: str, down_type: str, n_ff: int) -> None:

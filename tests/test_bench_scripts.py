@@ -1,0 +1,36 @@
+"""The scripts behind the figures in docs/performance.md run to their end; what they measure is not judged here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+REPO = Path(__file__).resolve().parent.parent
+N_LAYER, N_USED, N_TOKENS = 6, 6, 64
+
+
+def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPO / "scripts" / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_single_steps_of_a_planted_model_are_checked_and_timed(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    ids = np.stack([[rng.permutation(32)[:N_USED] for _ in range(N_LAYER)] for _ in range(N_TOKENS)]).astype(np.int16)
+    np.savez(tmp_path / "trace.npz", experts=ids, n_expert=32)
+    model, found = tmp_path / "planted.gguf", tmp_path / "bench.json"
+    made = script("planted_model.py", str(model), str(tmp_path / "trace.npz"), "--tiny")
+    assert made.returncode == 0, made.stderr
+    short = "--threads 1 --rounds 1 --run 2 --warm 2 --clocked 2 --cap 1 --widths 2 --mixed , --prompt 0 --stream 8"
+    what = "--shares 0.25,1 --upstream-shares 1 --portable ,"
+    done = script("bench_hybrid.py", str(model), "--device", "CPU", *short.split(), *what.split(), "--json", str(found))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(found.read_text())
+    steps = {row["contender"]: row["step_ms"]["median"] for row in report["results"]}
+    assert set(steps) == {"upstream 0L", f"upstream {N_LAYER}L", "hybrid 0.25", "hybrid 1", "detached"}
+    assert min(steps.values()) > 0
+    assert len(report["checks"]) == 3 and not any(check["failures"] for check in report["checks"])
