@@ -493,7 +493,7 @@ def test_several_sequences_and_devices_are_refused(tmp_path: Path) -> None:
         Moespac(TARGET, tensor_split=[0.5, 0.5])
     with pytest.raises(TypeError, match="unexpected keyword argument 'n_contexts'"):
         Moespac(TARGET, n_contexts=512)
-    with pytest.raises(ValueError, match="there is no device 'GPU7'; there are .*CPU"):
+    with pytest.raises(ValueError, match=r"there is no device 'GPU7'; there are .*CPU"):
         Moespac(TARGET, device="GPU7")
     with pytest.raises(LoadError, match=r"missing\.gguf: there is no such file"):
         Moespac(tmp_path / "missing.gguf")
