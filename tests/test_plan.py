@@ -19,6 +19,8 @@ from moespac_llamacpp import Moespac, native
 from moespac_llamacpp.commands.options import Execution, LoadOptions
 from moespac_llamacpp.commands.session import session
 from moespac_llamacpp.draft import DraftError
+from moespac_llamacpp.footprint import weights
+from moespac_llamacpp.header import read_header
 from moespac_llamacpp.machine import host_memory
 from moespac_llamacpp.models import Context, LoadError, Model, recorded_log
 from moespac_llamacpp.plan import RESERVE, Block, Footprint, Place, PlanError, Wishes, make
@@ -248,6 +250,15 @@ def test_the_plan_follows_what_llama_cpp_is_told() -> None:
             elsewhere.target.expert_bytes < 0.7 * plain.expert_bytes
             and elsewhere.slots[:2] == [0, 0] < elsewhere.slots[2:4]
         )
+
+
+def test_layers_that_predict_several_tokens_are_not_loaded_and_not_counted() -> None:
+    """GLM-4.5 and others bring them along, with experts of their own."""
+    header = read_header(TARGET)
+    last = [tensor.n_bytes for tensor in header.tensors if tensor.name.startswith("blk.5.")]
+    mtp = replace(header, values=header.values | {"qwen3moe.nextn_predict_layers": 1})
+    for on_gpu in (False, True):
+        assert sum(weights([header], -1, on_gpu)) - sum(weights([mtp], -1, on_gpu)) == sum(last) > 0
 
 
 def test_a_context_that_nobody_asked_for_leaves_room_for_experts(monkeypatch: pytest.MonkeyPatch) -> None:
