@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,15 @@ class Meter:
             host_compute=sum(compute.values()) - on_device,
             expert_bytes=experts,
         )
+
+
+def fallbacks(path: Path, device: native.Device) -> dict[int, str]:
+    """Why a layer with experts takes llama.cpp's own path, by its index; those that run hybrid are not there. Loads no weights.
+
+    LoadError as models.Model and models.Context."""
+    with closing(Meter(path, device)) as meter:
+        _, blocks = meter.target(256, 0)  # any length will do
+    return {block.il: block.fallback for block in blocks if block.n_expert and not block.hybrid}
 
 
 def _blocks(experts: native.Experts) -> list[Block]:
