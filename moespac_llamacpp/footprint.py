@@ -41,9 +41,8 @@ def weights(
     n_gpu_layers: -1 for all, the output included. elsewhere: (pattern, on the device) of tensors that are sent elsewhere, the
     first that fits counts."""
     n_layer = parts[0].own("block_count")
-    n_loaded = n_layer - parts[0].own(
-        "nextn_predict_layers"
-    )  # the last ones, for predicting several tokens, are left out
+    # llama.cpp leaves out the last layers of models that can predict several tokens
+    n_loaded = n_layer - parts[0].own("nextn_predict_layers")
     n_gpu = (n_layer + 1 if n_gpu_layers < 0 else min(n_gpu_layers, n_layer + 1)) if on_gpu else 0
     first = n_layer + 1 - n_gpu  # upstream offloads from the end; the output counts as the last layer
     rules = [(re.compile(pattern), there) for pattern, there in elsewhere]

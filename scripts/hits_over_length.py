@@ -85,11 +85,12 @@ def replayed(path: Path, policy: str, share: float) -> Rows:
 def _beginnings(steps: Sequence[simulate.Step]) -> Iterator[tuple[int, int]]:
     """(steps, tokens that became text) where 64, 128, … tokens are reached, and at the end."""
     tokens, wanted = 0, FIRST
+    last = max(i for i, step in enumerate(steps, start=1) if step.measured)
     for i, step in enumerate(steps, start=1):
         if step.measured:
             accepted = step.batch.accepted
             tokens += step.batch.n_tokens if accepted is None else int(accepted.sum())
-        if tokens >= wanted or i == len(steps):
+        if step.measured and (tokens >= wanted or i == last):
             yield i, tokens
             wanted *= 2
 
