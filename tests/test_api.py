@@ -528,7 +528,7 @@ def test_the_command_line_takes_them_by_llama_cpps_names() -> None:
     assert done.exit_code == 0 and done.stdout.startswith("Heron"), done.stderr
     for option, value, sentence in (
         ("-ctk", "q3", "the type of the K cache takes f32, f16, bf16, q8_0"),
-        ("-ot", "x=GPU7", "there is no buffer type 'GPU7' for tensors; there are .*CPU"),
+        ("-ot", "x=GPU7", "there is no buffer type 'GPU7' for tensors; there are "),
         ("--chat-template-kwargs", "[1]", "--chat-template-kwargs is a JSON object"),
     ):
         done = CliRunner().invoke(app, ["generate", "x", "-t", "1", "--chat", option, value])
