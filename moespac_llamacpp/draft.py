@@ -91,9 +91,11 @@ class NoDraft:
 class NgramDraft:
     """Guesses that the text goes on as it did after the last place with the same few tokens; longer matches first.
 
-    Prompt lookup decoding (Saxena 2023), with an index instead of a search: a step costs the same in a long text."""
+    Prompt lookup decoding (Saxena 2023), with an index instead of a search: a step costs the same in a long text. Of a text that
+    goes on and on, with a context that is shifted, at least the last half of N_KEPT tokens is known; each takes 370 bytes."""
 
     takes_time = False
+    N_KEPT = 1 << 17
 
     def __init__(self, n_max: int = 4, n_min: int = 2) -> None:
         if not 1 <= n_min <= n_max:
@@ -135,6 +137,8 @@ class NgramDraft:
             self._append(guess)
         self._append(token)
         self._guesses = []
+        if len(self._text) > self.N_KEPT:
+            self.begin(self._text[self.N_KEPT // 2 :])
 
     def shift(self, n_keep: int, n_discard: int) -> None:
         """Nothing to do: what was said remains a place to look things up."""

@@ -114,7 +114,7 @@ def open_decoder(
             options.model,
             experts_device=device,
             n_gpu_layers=options.n_gpu_layers,
-            overrides=tensor_overrides(options.override_tensor),
+            overrides=tensor_overrides(options.override_tensor, device),
             progress=report,
         )
     stack.enter_context(target)
@@ -233,7 +233,7 @@ def plan_of(options: Options, device: native.Device) -> Plan:
         gpu_layers=options.n_gpu_layers,
         n_batch=options.n_batch,
         n_ubatch=options.n_ubatch,
-        overrides=tensor_overrides(options.override_tensor),
+        overrides=tensor_overrides(options.override_tensor, device),
         execution=options.execution,
         context=context_fields(options.flash_attn, options.cache_type_k, options.cache_type_v),
     )

@@ -47,9 +47,12 @@ class Estimate:
         if self.hits[1] == 0:
             hits = "no hits"
         else:
-            hits = f"{100 * self.hits[0]:.0f} to {100 * self.hits[1]:.0f} % of the routed experts resident"
-        low, high = (f"{tps:.{0 if tps >= 10 else 1}f}" for tps in self.tps)
-        return f"{hits}, {low if low == high else f'{low} to {high}'} TPS without drafting"
+            hits = f"{_span(*(f'{100 * share:.0f}' for share in self.hits))} % of the routed experts resident"
+        return f"{hits}, {_span(*(f'{tps:.{0 if tps >= 10 else 1}f}' for tps in self.tps))} TPS without drafting"
+
+
+def _span(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
 
 
 def estimate(plan: Plan, profile: Profile, *, in_stream: bool) -> Estimate:

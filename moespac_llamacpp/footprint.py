@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def weights(
     n_gpu_layers: -1 for all, the output included. elsewhere: (pattern, on the device) of tensors that are sent elsewhere, the
     first that fits counts."""
     n_layer = parts[0].own("block_count")
+    # llama.cpp leaves out the last layers of models that can predict several tokens
+    n_loaded = n_layer - parts[0].own("nextn_predict_layers")
     n_gpu = (n_layer + 1 if n_gpu_layers < 0 else min(n_gpu_layers, n_layer + 1)) if on_gpu else 0
     first = n_layer + 1 - n_gpu  # upstream offloads from the end; the output counts as the last layer
     rules = [(re.compile(pattern), there) for pattern, there in elsewhere]
@@ -47,6 +50,8 @@ def weights(
     device = host = experts = 0
     for tensor in tensors:
         layer, sent = _LAYER.match(tensor.name), [there for rule, there in rules if rule.search(tensor.name)]
+        if layer and int(layer[1]) >= n_loaded:
+            continue
         if _EXPERTS.search(tensor.name) and not any(sent[:1]):
             experts += tensor.n_bytes
         elif sent:
@@ -140,6 +145,15 @@ class Meter:
             host_compute=sum(compute.values()) - on_device,
             expert_bytes=experts,
         )
+
+
+def fallbacks(path: Path, device: native.Device) -> dict[int, str]:
+    """Why a layer with experts takes llama.cpp's own path, by its index; those that run hybrid are not there. Loads no weights.
+
+    LoadError as models.Model and models.Context."""
+    with closing(Meter(path, device)) as meter:
+        _, blocks = meter.target(256, 0)  # any length will do
+    return {block.il: block.fallback for block in blocks if block.n_expert and not block.hybrid}
 
 
 def _blocks(experts: native.Experts) -> list[Block]:

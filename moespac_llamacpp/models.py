@@ -146,7 +146,7 @@ class Model:
         """Loads `path` with its experts in host memory, page-locked for `experts_device` if that has such memory.
 
         n_gpu_layers: layers whose other tensors go to the GPU, -1 for all (meaningless without one).
-        A GPU as experts_device is the only one that is used.
+        A GPU as experts_device is the only one that is used; with another device none is, whatever n_gpu_layers says.
         overrides: (regular expression, buffer type) of tensors that go elsewhere; they come before the rule for experts.
         progress: called with 0 … 1 while tensors are read.
         dry: reads and allocates no weights; contexts of such a model tell their sizes, but decode nothing.
@@ -166,9 +166,9 @@ class Model:
         params.use_extra_bufts = False
         params.load_mode = LOAD_NONE if host or dry else LOAD_AUTO
         params.no_alloc = dry
-        devices = (ctypes.c_void_p * 2)(device.pointer, None)
-        if device.kind in ("gpu", "igpu"):
-            params.devices = ctypes.cast(devices, ctypes.c_void_p)
+        # An empty list is not the same as none: without one llama.cpp takes every GPU that there is.
+        devices = (ctypes.c_void_p * 2)(device.pointer if device.kind in ("gpu", "igpu") else None, None)
+        params.devices = ctypes.cast(devices, ctypes.c_void_p)
         buft = host or native.cpu_device().buffer_type
         rules = [*overrides, (EXPERT_TENSORS, buft)]
         table = (_BuftOverride * (len(rules) + 1))(*[_BuftOverride(pattern.encode(), to) for pattern, to in rules])

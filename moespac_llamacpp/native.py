@@ -189,7 +189,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "llama_moe_residency_table": (_int32, [_void_p, ctypes.POINTER(ctypes.c_uint8)]),
     "llama_moe_counts": (ctypes.POINTER(_int32), [_void_p]),
     "llama_moe_set_router_callback": (_int32, [_void_p, _ROUTER_CALLBACK, _void_p]),
-    "llama_moe_choices": (ctypes.POINTER(_int32), [_void_p, _int32, ctypes.POINTER(_int32), ctypes.POINTER(_int32)]),
+    "llama_moe_choices": (_void_p, [_void_p, _int32, ctypes.POINTER(_int32), ctypes.POINTER(_int32)]),
     "llama_moe_perf": (_int32, [_void_p, _int32, ctypes.POINTER(_PerfData)]),
     "llama_moe_perf_reset": (_int32, [_void_p, ctypes.c_bool]),
     "llama_moe_graph_stats": (None, [_void_p, ctypes.POINTER(_int64), ctypes.POINTER(_int64)]),
@@ -323,6 +323,7 @@ def on_abort(tell: Callable[[str], None]) -> None:
 
 
 _TYPE_I8 = 24  # enum ggml_type
+MAX_VIEWS = 64  # of native memory that are kept: one for each batch width in use
 
 
 class Bytes:
@@ -516,6 +517,8 @@ class Experts:
         _check(_f["llama_moe_attach"](self._ctx, params))
         self.n_rows = int(_f["llama_moe_n_rows"](self._ctx))
         self.n_expert = int(_f["llama_moe_n_expert"](self._ctx))
+        self._states = ctypes.c_uint8 * (self.n_rows * self.n_expert)
+        self._views: dict[tuple[int, int, int], NDArray[np.int32]] = {}
 
     def detach(self) -> None:
         """Frees the slots; the context is plain llama.cpp again. A no-op when detached. Call it before the context is freed."""
@@ -635,9 +638,9 @@ class Experts:
 
     def states_table(self) -> NDArray[np.uint8]:
         """The states of all rows at once, uint8 [n_rows, n_expert]; COLD where a row has no such expert or no slots."""
-        table = np.empty((self.n_rows, self.n_expert), np.uint8)
-        _check(_f["llama_moe_residency_table"](self._ctx, table.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))))
-        return table
+        table = self._states()  # numpy's way to tell an address takes longer than the call
+        _check(_f["llama_moe_residency_table"](self._ctx, table))
+        return np.frombuffer(memoryview(table), np.uint8).reshape(self.n_rows, self.n_expert)
 
     def counts(self) -> NDArray[np.int32]:
         """How many tokens of the last decode chose each expert, int32 [n_rows, n_expert], summed over its ubatches.
@@ -657,9 +660,20 @@ class Experts:
             raise MoeError(-2, "no per-expert residency is attached to this context")
         n_tokens, n_used = _int32(), _int32()
         found: list[NDArray[np.int32]] = []
-        while pointer := _f["llama_moe_choices"](self._ctx, len(found), ctypes.byref(n_tokens), ctypes.byref(n_used)):
-            found.append(np.ctypeslib.as_array(pointer, shape=(self.n_rows, n_tokens.value, n_used.value)))
+        while address := _f["llama_moe_choices"](self._ctx, len(found), ctypes.byref(n_tokens), ctypes.byref(n_used)):
+            found.append(self._choices_at(address, n_tokens.value, n_used.value))
         return found
+
+    def _choices_at(self, address: int, n_tokens: int, n_used: int) -> NDArray[np.int32]:
+        """A view. To make one takes 25 µs after a decode, and addresses hardly ever change."""
+        key = address, n_tokens, n_used
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
+            pointer = ctypes.cast(address, ctypes.POINTER(_int32))
+            view = self._views[key] = np.ctypeslib.as_array(pointer, shape=(self.n_rows, n_tokens, n_used))
+        return view
 
     def set_router_callback(self, callback: RouterCallback | None) -> None:
         """callback(row, ids, weights) for every row and ubatch once a decode is synchronised, in the caller's thread.

@@ -50,9 +50,12 @@ def context_fields(
     return fields
 
 
-def tensor_overrides(texts: Sequence[str]) -> list[tuple[str, int]]:
-    """(pattern, buffer type) of each "pattern=buffer type", commas between several. ValueError: no such buffer type."""
-    types = {device.buffer_name: device.buffer_type for device in native.devices()}
+def tensor_overrides(texts: Sequence[str], device: native.Device) -> list[tuple[str, int]]:
+    """(pattern, buffer type) of each "pattern=buffer type", commas between several. ValueError: no such buffer type, or one of
+    a GPU that is not `device`: llama.cpp does not use it, and would abort."""
+    types = {
+        other.buffer_name: other.buffer_type for other in native.devices() if other in (device, native.cpu_device())
+    }
     rules = []
     for text in (part for whole in texts for part in whole.split(",")):
         pattern, equals, name = text.rpartition("=")

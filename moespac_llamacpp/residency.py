@@ -102,6 +102,9 @@ class Residency:
             self.n_expert[row.row] = row.n_expert
             self.n_used[row.row] = max(1, row.n_expert_used)
             self.expert_bytes[row.row] = max(1, row.expert_bytes)
+        self._bytes_of: list[int] = self.expert_bytes.tolist()
+        self._largest = float(self.expert_bytes.max())
+        self._slots_are(self.n_slots)
         self.rates = policy.rates if isinstance(policy, MoeSpac) else Rates()
         self.window = LinkWindow(self.rates)
         self._meter = Meter(experts)
@@ -126,7 +129,7 @@ class Residency:
     @property
     def complete(self) -> bool:
         """Is every expert resident? Then there is nothing to observe and nothing to plan, and a step costs nothing."""
-        if not self._complete and bool((self.n_slots >= self.n_expert).all()):
+        if not self._complete and self._room_for_all:
             here = self.experts.states_table() == native.RESIDENT
             self._complete = int(here.sum()) == int(self.n_expert.sum())
         return self._complete
@@ -202,7 +205,8 @@ class Residency:
         if self._loading is not None:
             self._loading.wait()  # ended long ago; from here the thread does nothing with the context
         self._hand_over()  # of a prompt in several pieces, one at most is kept
-        choices = np.concatenate(self.experts.choices(), axis=1)  # copied: the next decode overwrites them
+        parts = self.experts.choices()  # copied: the next decode overwrites them
+        choices = parts[0].copy() if len(parts) == 1 else np.concatenate(parts, axis=1)
         n_expert = self.experts.n_expert
         self._later(
             lambda: self.policy.observe(
@@ -332,11 +336,15 @@ class Residency:
         after = self.n_slots.copy()
         for row in self.experts.rows():
             after[row.row] = row.n_slots
-        self.n_slots = after
+        self._slots_are(after)
+
+    def _slots_are(self, n_slots: NDArray[np.int32]) -> None:
+        self.n_slots = n_slots
+        self._room_for_all = bool((n_slots >= self.n_expert).all())
 
     def _share_out(self, n_plans: int) -> None:
         """What the coming step may move, for so many plans together. Less than an expert is saved for the next step."""
-        saved = min(max(0.0, self._bytes_left), float(self.expert_bytes.max()))
+        saved = min(max(0.0, self._bytes_left), self._largest)
         self._plans_left = n_plans
         self._moves_left, n_bytes = self.window.budget(self._drafting)
         self._bytes_left = n_bytes + saved
@@ -385,7 +393,7 @@ class Residency:
                 if error.status != "NOT_RESIDENT":
                     raise
         self._moves_left -= len(moves)
-        self._bytes_left -= sum(int(self.expert_bytes[move.row]) for move in moves)
+        self._bytes_left -= sum([self._bytes_of[move.row] for move in moves])
 
     def _load(self, moves: list[Move]) -> None:
         """Starts the uploads; also while a decode is in flight."""
@@ -403,5 +411,5 @@ class Residency:
                     raise
             else:
                 self.n_moves += 1
-                n_bytes += int(self.expert_bytes[move.row])
+                n_bytes += self._bytes_of[move.row]
         self.window.started(n_bytes)

@@ -493,7 +493,7 @@ def test_several_sequences_and_devices_are_refused(tmp_path: Path) -> None:
         Moespac(TARGET, tensor_split=[0.5, 0.5])
     with pytest.raises(TypeError, match="unexpected keyword argument 'n_contexts'"):
         Moespac(TARGET, n_contexts=512)
-    with pytest.raises(ValueError, match="there is no device 'GPU7'; there are CPU"):
+    with pytest.raises(ValueError, match=r"there is no device 'GPU7'; there are .*CPU"):
         Moespac(TARGET, device="GPU7")
     with pytest.raises(LoadError, match=r"missing\.gguf: there is no such file"):
         Moespac(tmp_path / "missing.gguf")
@@ -501,7 +501,7 @@ def test_several_sequences_and_devices_are_refused(tmp_path: Path) -> None:
         ({"cache_type_k": "q3"}, "the type of the K cache takes f32, f16, .*, not 'q3'"),
         ({"flash_attn": "maybe"}, "flash attention takes on, off, auto, not 'maybe'"),
         ({"override_tensor": ("x",)}, "a tensor override is <pattern>=<buffer type>, not 'x'"),
-        ({"override_tensor": ("x=GPU7",)}, "there is no buffer type 'GPU7' for tensors; there are CPU"),
+        ({"override_tensor": ("x=GPU7",)}, "there is no buffer type 'GPU7' for tensors; there are .*CPU"),
         ({"draft": "best"}, "the draft is model, ngram or none, not 'best'"),
         ({"policy": "best"}, "there is no policy 'best'"),
     ):
@@ -528,7 +528,7 @@ def test_the_command_line_takes_them_by_llama_cpps_names() -> None:
     assert done.exit_code == 0 and done.stdout.startswith("Heron"), done.stderr
     for option, value, sentence in (
         ("-ctk", "q3", "the type of the K cache takes f32, f16, bf16, q8_0"),
-        ("-ot", "x=GPU7", "there is no buffer type 'GPU7' for tensors; there are CPU"),
+        ("-ot", "x=GPU7", "there is no buffer type 'GPU7' for tensors; there are "),
         ("--chat-template-kwargs", "[1]", "--chat-template-kwargs is a JSON object"),
     ):
         done = CliRunner().invoke(app, ["generate", "x", "-t", "1", "--chat", option, value])

@@ -291,7 +291,7 @@ def test_a_device_lost_in_the_middle_leaves_the_text_and_a_sentence() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOST, str(library), *arguments], env=env, capture_output=True, timeout=120
     )
-    whole = invoke(*arguments[:-2])
+    whole = invoke(*arguments[:-2], "--device", "CPU")  # which the server's device is
     said = done.stderr.decode()
     assert done.returncode == -signal.SIGABRT, said
     assert len(done.stdout) > 10 and whole.stdout_bytes.startswith(done.stdout), (done.stdout, whole.stdout)

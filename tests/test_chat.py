@@ -18,6 +18,7 @@ import gguf
 import numpy as np
 import pytest
 
+from families import cached_model
 from moespac_llamacpp.acceptance import Sampling
 from moespac_llamacpp.chat import Chat, ContextFullError, Turn
 from moespac_llamacpp.commands.chat import Interrupts, answer
@@ -177,7 +178,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(terminal: Callable[...,
 
 
 def test_a_script_gets_a_record_for_each_line() -> None:
-    done = moespac("chat", "--json", "-t", "1", "-n", "20", lines=f"{HERON}\n\n{RIVER}\n")
+    share = ("--cache-share", "0.25")  # a GPU would take all experts
+    done = moespac("chat", "--json", "-t", "1", "-n", "20", *share, lines=f"{HERON}\n\n{RIVER}\n")
     assert done.returncode == 0, done.stderr
     first, second = map(json.loads, done.stdout.splitlines())
     assert first["text"].startswith("Heron has") and second["text"].startswith("River has")
@@ -339,10 +341,20 @@ def test_the_command_inspect() -> None:
     done = moespac("inspect")
     assert done.returncode == 0 and "layers 0-1: 32 experts of 0.11 MiB; gate Q4_K, up Q4_K, down Q4_K" in done.stdout
     done = moespac("inspect", "--json", "-m", str(TARGET))
-    assert json.loads(done.stdout) == inspect(TARGET).record()
+    assert json.loads(done.stdout) == inspect(TARGET).record() | {"own_path": {}, "problem": ""}
+    assert "hybrid: every layer with experts" in moespac("inspect").stdout
     done = moespac("inspect", "-m", str(DRAFT))
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == f"moespac: {DRAFT}: a dense model (qwen3, 3 layers): it has no experts to place\n"
+
+
+def test_inspect_tells_which_layers_do_not_run_hybrid_and_why(tmp_path: Path) -> None:
+    path = cached_model(tmp_path, "nemotron_h_moe")
+    done = moespac("inspect", "-m", str(path))
+    why = re.search(r"hybrid: 0 of 2 layers with experts; .* own path\n  layers 2, 3: (.*)\n", done.stdout)
+    assert why and "gate" in why[1], done.stdout
+    record = json.loads(moespac("inspect", "-m", str(path), "--json").stdout)
+    assert record["own_path"] == {"2": why[1], "3": why[1]} and not record["problem"]
 
 
 def test_inspect_of_what_is_no_model(tmp_path: Path) -> None:

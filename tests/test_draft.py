@@ -84,6 +84,16 @@ def test_ngram_lookup_is_the_search_that_it_stands_for(seed: int) -> None:
         draft.accept(0, token)
 
 
+def test_ngrams_of_an_endless_text_take_no_endless_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NgramDraft, "N_KEPT", 100)
+    draft = NgramDraft()
+    draft.begin([1, 2, 3])
+    for i in range(1000):
+        draft.accept(0, 10 + i % 40)
+        assert len(draft._text) <= 100 and len(draft._next) <= 3 * 100
+    assert draft.propose(2).tokens == [10, 11]
+
+
 # --- a draft model ---------------------------------------------------------------------------------------------------------
 
 

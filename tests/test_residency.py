@@ -442,7 +442,7 @@ def test_a_device_that_has_no_room_for_another_split_keeps_what_it_has(
 
 def test_where_everything_is_resident_a_step_asks_the_policy_nothing(residency_of: Bench) -> None:
     residency, experts = residency_of(Ear())
-    residency.n_slots[:] = 16
+    residency._slots_are(np.full(2, 16, np.int32))
     assert not residency.complete
     experts.table[:] = native.RESIDENT
     experts.table[1, 3] = native.UPLOADING

@@ -178,9 +178,12 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     assert simulate.main([str(tmp_path / "missing.npz")]) == 1
 
 
-def test_every_policy_replays_within_the_contract_and_nobody_beats_the_clairvoyant(verify_trace: Path) -> None:
+@pytest.mark.parametrize("max_moves", [1, 4, 1000])
+def test_every_policy_replays_within_the_contract_and_nobody_beats_the_clairvoyant(
+    verify_trace: Path, max_moves: int
+) -> None:
     steps = load(verify_trace)
-    for result in simulate.simulate(steps, NAMES, 0.25, 1000):
+    for result in simulate.simulate(steps, NAMES, 0.25, max_moves):
         assert 0 <= result.pair_hit <= result.clairvoyant_pair_hit <= 100, result.policy
         assert result.n_steps == sum(s.measured for s in steps)
 
@@ -193,8 +196,15 @@ def test_drafted_tokens_are_worth_more_than_history_where_tokens_name_experts(ve
 
 def test_the_clairvoyant_serves_the_coming_batch() -> None:
     steps = steps_of([[4, 5]], [[6, 7]], [[0, 1]])
-    assert replay(steps, Clairvoyant(1, 8), 2, 9).pair_hit == 100
+    assert replay(steps, Clairvoyant(steps, 0.0), 2, 9).pair_hit == 100
     assert replay(steps, Static(), 2, 9).pair_hit == pytest.approx(100 / 3)
+
+
+def test_a_clairvoyant_with_few_moves_looks_further_ahead() -> None:
+    """One move a step: who looks at the next batch only fetches what is used once, and never what is used from then on."""
+    steps = steps_of(*([[4 + i % 3, 7]] for i in range(12)))
+    near, far = (replay(steps, Clairvoyant(steps, fade), 2, 1).pair_hit for fade in (0.0, 0.5))
+    assert near < far <= simulate.clairvoyant_hit(steps, 2, 1)
 
 
 def test_moves_are_capped_and_bytes_follow(verify_trace: Path) -> None:
