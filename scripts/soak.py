@@ -351,7 +351,7 @@ def expert_places(context: models.Context, token: list[int]) -> list[tuple[int, 
 def find_device(args: argparse.Namespace) -> native.Device:
     if args.moetest:
         sys.path.insert(0, str(ROOT / "tests"))
-        import native_build  # type: ignore[import-not-found]
+        import native_build  # type: ignore[import-not-found, unused-ignore, import-untyped]
 
         library = ctypes.CDLL(str(native_build.build_test_device(native_build.find_source())))
         library.moe_test_device.restype = ctypes.c_void_p
