@@ -58,9 +58,9 @@ def tokens(n: int, seed: int = 0) -> list[int]:
 def tolerances(path: Path, name: str, expert_type: str, device: native.Device) -> tuple[float, float]:
     """For the first block's output and for the logits.
 
-    F32 on the CPU: only the order of addition differs. Other types round activations, and a last bit may flip a rounding;
-    on a device, twice upstream's own difference between its CPU and its device path is the measure, and what one flipped last
-    bit of an activation in BF16 makes of 256 (1.2e-4): where upstream rounds alike on both sides, it differs by next to nothing."""
+    F32 on the CPU: only the order of addition differs. Other types round activations, and a last bit may flip a rounding. On a
+    device, twice upstream's own difference between its CPU and its device path is the measure, and what one flipped last bit of
+    an activation in BF16 makes of 256 (1.2e-4): where upstream rounds alike on both sides, it differs by next to nothing."""
     if device.kind == "cpu":
         return (
             (1e-5, 2e-5) if expert_type == "F32" else (5e-3, 1e-2)
