@@ -107,6 +107,7 @@ class _RowInfo(ctypes.Structure):
         ("in_stream", ctypes.c_bool),
         ("whole", ctypes.c_bool),
         ("streams", ctypes.c_bool),
+        ("two_passes", ctypes.c_bool),
         ("pinned", ctypes.c_bool),
         ("fallback", ctypes.c_char_p),
         ("portable", ctypes.c_char_p),
@@ -400,7 +401,8 @@ class Row:
 
     `whole`: all experts are resident, and it takes llama.cpp's own path with the slots as weights. `fallback` says why the block
     takes that path with the weights on the host, "" if it runs hybrid; `portable` why a hybrid block is not computed
-    in-stream, "" if it is; `streams`: its experts can cross the link during a decode (Experts.set_streaming)."""
+    in-stream, "" if it is; `streams`: its experts can cross the link during a decode (Experts.set_streaming);
+    `two_passes`: and, of batches of 4 or more tokens, also into slots that the batch uses, when it has used them."""
 
     row: int
     il: int
@@ -412,6 +414,7 @@ class Row:
     in_stream: bool
     whole: bool
     streams: bool
+    two_passes: bool
     pinned: bool
     fallback: str
     portable: str
@@ -539,6 +542,7 @@ class Experts:
             in_stream=info.in_stream,
             whole=info.whole,
             streams=info.streams,
+            two_passes=info.two_passes,
             pinned=info.pinned,
             fallback=(info.fallback or b"").decode(),
             portable=(info.portable or b"").decode(),

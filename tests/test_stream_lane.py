@@ -178,6 +178,60 @@ def test_what_was_streamed_is_counted(streaming: Callable[..., Attached]) -> Non
     assert most > 0, "no streamed expert had two tokens"
 
 
+@pytest.fixture
+def crowded(streaming: Callable[..., Attached]) -> Callable[..., Attached]:
+    """streaming(…), and the batches have had so little room that layers are computed in two passes."""
+
+    def make(family: str = "qwen3moe", n: int = 9, **options: Any) -> Attached:
+        a = streaming(family, most=native.MAX_STREAMED, **options)
+        assert not any(r.two_passes for r in a.experts.rows())
+        for seed in range(8):
+            step(a, n, seed)
+        assert all(r.two_passes == r.streams for r in a.experts.rows()), "no batch had too little room"
+        return a
+
+    return make
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("n", [4, 9, 32])
+def test_two_passes_give_the_same_results(crowded: Callable[..., Attached], family: str, n: int) -> None:
+    a = crowded(family, 16)
+    for seed in range(3):
+        a.experts.reset_perf()
+        before = residents(a)
+        late = step(a, n, seed)
+        after, used = residents(a), a.experts.counts() > 0
+        perf = a.experts.perf_total()
+        assert perf.n_streamed_experts == (after & ~before).sum() == (before & ~after).sum()
+        assert used[after & ~before].all() and perf.n_cold_pairs == a.experts.counts()[~before].sum()
+        a.experts.set_execution("portable")
+        assert np.isfinite(late).all() and close(late, step(a, n, seed))
+        a.experts.set_execution("in-stream")
+        a.experts.set_streaming(native.MAX_STREAMED, always=True)
+        for _ in range(4):
+            step(a, 16, seed)
+
+
+def test_the_second_pass_takes_slots_that_the_first_has_used(crowded: Callable[..., Attached]) -> None:
+    a = crowded()
+    n_used = 0
+    for seed in range(8):
+        before = residents(a)
+        step(a, 9, seed)
+        left = before & ~residents(a)
+        n_used += int((left & (a.experts.counts() > 0)).sum())
+    assert n_used > 0
+
+
+def test_where_nothing_is_streamed_one_pass_is_enough(crowded: Callable[..., Attached]) -> None:
+    a = crowded()
+    two = step(a, 9)
+    a.experts.set_streaming(0)
+    assert not any(r.two_passes for r in a.experts.rows())
+    assert close(two, step(a, 9))
+
+
 def test_residents_of_least_value_make_room(streaming: Callable[..., Attached]) -> None:
     a = streaming(most=1)
     values = np.random.default_rng(1).random((a.experts.n_rows, a.experts.n_expert))
@@ -342,6 +396,24 @@ def test_greedy_text_is_the_targets(pair: Pair, policy: str) -> None:
         residency.close()
         perf = experts.perf_total()
         assert perf.n_streamed_experts > 100 and perf.n_ahead_experts > 100 and residency.n_moves > 10
+
+
+@pytest.mark.parametrize("node", ["moe_publish-0", "moe_bring-0", "moe_bring-1", "moe_join-1"])
+def test_two_passes_that_were_broken_off_leave_no_wrong_resident(crowded: Callable[..., Attached], node: str) -> None:
+    callback = StopAt()
+    a = crowded(cb=callback)
+    for seed in range(4):
+        a.experts.set_streaming(native.MAX_STREAMED, always=True)
+        for other in range(8):
+            step(a, 9, other)
+        assert any(r.two_passes for r in a.experts.rows())
+        callback.name = node
+        a.ctx.clear()
+        assert Asked(9, seed).decode(a.ctx) == 0
+        llama_cpp.llama_synchronize(a.ctx.ptr)
+        callback.name = ""
+        check_residents(a)
+        half_resident(a.experts)
 
 
 def afresh(a: Attached, most: int = 2, ahead: int = 0) -> None:

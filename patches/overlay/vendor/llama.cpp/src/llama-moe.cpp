@@ -198,6 +198,7 @@ int32_t llama_moe_row(const llama_context * ctx, int32_t row, llama_moe_row_info
         info->in_stream     = info->hybrid && !info->whole && st->stream_on && l->stream_reason.empty();
         info->portable      = info->hybrid && !info->whole && !info->in_stream ? (l->stream_reason.empty() ? "a thread of the pool hangs" : l->stream_reason.c_str()) : "";
         info->streams       = info->in_stream && st->stream->streams(*l);
+        info->two_passes    = info->streams && st->stream->in_two_passes();
         info->pinned        = l->pinned;
         info->fallback      = l->fallback_now.empty() && st->device_failed ? DEVICE_FAILED : l->fallback_now.c_str();
         info->kernel        = l->kernels.c_str();

@@ -104,6 +104,7 @@ struct llama_moe_state {
     int32_t set_slots(const int32_t * n_slots, std::string & error);
     void    set_callback(llama_moe_router_callback callback, void * user_data);
     void    placement_changed(); // after publish, evict and new slots
+    void    lane_changed() { changed_graphs(); } // layers are computed in another number of passes
     int64_t device_bytes() const;
 
     llama_context &  ctx;

@@ -40,7 +40,8 @@ struct moe_stream_client : public moe_pool_client {
     ggml_backend_buffer_ptr     buf; // the channel's host memory, page-locked if the device has such
     ggml_moe_stream_channel     channel = {};
     std::vector<moe_block>      blocks; // by row, copies: the layers may be gone
-    std::vector<ggml_moe_stream_node> publish_nodes, join_nodes; // by row
+    std::vector<ggml_moe_stream_node> publish_nodes, join_nodes;                       // by row
+    std::vector<ggml_moe_stream_node> late_publish_nodes, bring_nodes, late_join_nodes; // by row, of layers in two passes
 
     moe_cold_lane lane;
     uint32_t seen = 0; // seq of the last request
@@ -151,16 +152,26 @@ static const ggml_moe_stream_victim * victims_of(const ggml_moe_stream_node & no
     return node.channel->victims + (size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS;
 }
 
-// the victims of the row none of whose experts has been counted
-static int free_victims(const ggml_moe_stream_node & node, const std::vector<int> & count, ggml_moe_stream_picks & picks) {
+// the row's victims, from n on those whose experts are counted, or not counted; returns n and their number
+static int add_victims(const ggml_moe_stream_node & node, const std::vector<int> & count, bool in_use, ggml_moe_stream_picks & picks, int n) {
     const ggml_moe_stream_victim * victims = victims_of(node);
-    int n = 0;
     for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
-        if (victims[v].slot >= 0 && count[victims[v].expert] == 0) {
+        if (victims[v].slot >= 0 && (count[victims[v].expert] > 0) == in_use) {
             picks.victim[n++] = v;
         }
     }
     return n;
+}
+
+static void emulate_copies(const ggml_moe_stream_node & node, const ggml_moe_stream_picks & picks);
+
+// what publish streams, or bring: join says what the slots hold
+static void emulate_streaming(const ggml_moe_stream_node & node, const ggml_moe_stream_picks & picks) {
+    emulate_copies(node, picks);
+    for (int i = 0; i < picks.n; i++) {
+        const size_t v = (size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[i];
+        node.channel->victims_told[v] = { node.channel->victims[v].slot, -1 };
+    }
 }
 
 static void emulate_copies(const ggml_moe_stream_node & node, const ggml_moe_stream_picks & picks) {
@@ -202,7 +213,9 @@ static ggml_moe_stream_picks emulate_picks(const ggml_moe_stream_node & node, co
         count_up(ch, node.row, GGML_MOE_STREAM_RIGHT, (int) std::count_if(guessed, guessed + ch.ahead->n, [&](int e) { return count[e] > 0; }));
         ch.ahead->n = 0;
     }
-    const int n_victims = std::min(free_victims(node, count, picks), (int) ch.rates[GGML_MOE_STREAM_MOST]);
+    const int n_free    = add_victims(node, count, false, picks, 0);
+    const int n_victims = node.late ? add_victims(node, count, true, picks, n_free) : n_free;
+    const int most      = (int) ch.rates[GGML_MOE_STREAM_MOST];
     std::vector<int> cold;
     int n_cold_pairs = 0;
     for (int e = 0; e < node.n_expert; e++) {
@@ -218,7 +231,8 @@ static ggml_moe_stream_picks emulate_picks(const ggml_moe_stream_node & node, co
     const float more   = ch.rates[GGML_MOE_STREAM_POOL_TOKEN]*bytes;
     float pool = ch.rates[GGML_MOE_STREAM_REQUEST] + n_cold*first + (n_cold_pairs - n_cold)*more;
     float best = std::max(ch.rates[GGML_MOE_STREAM_HOT], pool);
-    for (int i = 0; i < std::min(n_victims, n_cold); i++) {
+    int   n_best = 0; // if there were room for all
+    for (int i = 0; i < std::min(most, n_cold); i++) {
         const float device = ch.rates[GGML_MOE_STREAM_HOT] + (i + 1)*ch.rates[GGML_MOE_STREAM_LINK]*bytes;
         if (device > best) {
             break;
@@ -228,12 +242,13 @@ static ggml_moe_stream_picks emulate_picks(const ggml_moe_stream_node & node, co
         const float end = std::max(device, i + 1 < n_cold ? pool : 0.0f);
         if (end <= best) {
             best    = end;
-            picks.n = i + 1;
+            n_best  = i + 1;
+            picks.n = std::min(n_best, n_victims);
         }
     }
-    emulate_copies(node, picks);
-    for (int i = 0; i < picks.n; i++) {
-        ch.victims_told[(size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[i]] = { victims_of(node)[picks.victim[i]].slot, -1 };
+    count_up(ch, node.row, GGML_MOE_STREAM_CROWDED, node.late ? std::max(0, picks.n - n_free) : n_best - picks.n);
+    if (!node.late) {
+        emulate_streaming(node, picks);
     }
     return picks;
 }
@@ -275,7 +290,7 @@ static void emulate_look_ahead(const ggml_moe_stream_node & next, const ggml_ten
                 count[h < wrong ? moe_hash(h) % next.n_expert : order[k]] += (1 << 16) + next.n_used - k;
             }
         }
-        const int n_victims = free_victims(next, count, picks);
+        const int n_victims = add_victims(next, count, false, picks, 0);
         while (picks.n < std::min(n_victims, most)) {
             int best = -1;
             for (int e = 0; e < next.n_expert; e++) {
@@ -309,23 +324,26 @@ static void emulate_publish(ggml_tensor * dst, int ith, int n_threads, void * us
     const int n_pairs  = n_tokens*node.n_used;
     int32_t * slots   = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_SLOT;
     float   * weights = (float   *) dst->data + n_pairs*GGML_MOE_STREAM_WEIGHT;
-    int32_t * cold    = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_COLD;
+    int32_t * where   = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_COLD;
+    int32_t * late    = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_LATE;
 
     ggml_moe_stream_picks & picks = *ch.picks;
     picks = node.n_parts > 0 ? emulate_picks(node, ids, map, n_pairs) : ggml_moe_stream_picks();
-    auto slot_of = [&](int e) {
+    auto brought_to = [&](int e) {
         for (int i = 0; i < picks.n; i++) {
             if (picks.expert[i] == e) {
                 return ch.victims[(size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[i]].slot;
             }
         }
-        return map[e];
+        return -1;
     };
 
-    // ggml-cpu's product knows no id -1: a cold pair gets a published slot (or the first, which is zero), and join leaves it out
+    // ggml-cpu's product knows no id -1: a pair that a pass does not compute gets a published slot (or the first, which is zero), and
+    // join leaves it out
     int32_t some_slot = 0;
     for (int i = 0; i < n_pairs; i++) {
-        some_slot = std::max(some_slot, slot_of(id_at(ids, i/node.n_used, i % node.n_used)));
+        const int e = id_at(ids, i/node.n_used, i % node.n_used);
+        some_slot = std::max({ some_slot, map[e], brought_to(e) });
     }
     bool any_cold = false;
     for (int t = 0; t < n_tokens; t++) {
@@ -334,11 +352,16 @@ static void emulate_publish(ggml_tensor * dst, int ith, int n_threads, void * us
             const int   i   = t*node.n_used + k;
             const int   e   = id_at(ids, t, k);
             const float raw = *(const float *) ((const char *) w->data + t*w->nb[2] + k*w->nb[1]);
-            cold[i]    = slot_of(e) < 0;
-            slots[i]   = cold[i] ? some_slot : slot_of(e);
+            const int  s       = map[e];
+            const int  brought = s < 0 ? brought_to(e) : -1;
+            const bool is_cold = s < 0 && brought < 0;
+            const int  first   = s < 0 && !node.late ? brought : s;
+            where[i]   = is_cold ? GGML_MOE_STREAM_BY_POOL : s < 0 && node.late ? GGML_MOE_STREAM_SECOND_PASS : GGML_MOE_STREAM_FIRST_PASS;
+            slots[i]   = first < 0 ? some_slot : first;
+            late[i]    = node.late && brought >= 0 ? brought : some_slot;
             weights[i] = node.scale ? raw*node.scale[e] : raw;
-            own_cold   = own_cold || cold[i];
-            ch.ids[i]     = cold[i] ? e : -1;
+            own_cold   = own_cold || is_cold;
+            ch.ids[i]     = is_cold ? e : -1;
             ch.weights[i] = weights[i];
             if (dst->src[4]) {
                 *(int32_t *) ((char *) dst->src[4]->data + t*dst->src[4]->nb[1] + k*sizeof(int32_t)) = e;
@@ -364,6 +387,21 @@ static void emulate_publish(ggml_tensor * dst, int ith, int n_threads, void * us
     if (node.next) {
         emulate_look_ahead(*node.next, x);
     }
+}
+
+static void emulate_bring(ggml_tensor * dst, int ith, int n_threads, void * user_data) {
+    GGML_UNUSED(n_threads);
+    if (ith > 0) {
+        return;
+    }
+    const ggml_moe_stream_node & node = *(const ggml_moe_stream_node *) user_data;
+    int i = 0;
+    while (dst->src[i + 1]) {
+        i++;
+    }
+    const size_t n_pairs = dst->ne[0]*dst->ne[1];
+    std::copy_n((const int32_t *) dst->src[i]->data + n_pairs*GGML_MOE_STREAM_LATE, n_pairs, (int32_t *) dst->data);
+    emulate_streaming(node, *node.channel->picks);
 }
 
 static void emulate_wait(const ggml_moe_stream_channel & ch) {
@@ -394,7 +432,8 @@ static void emulate_join(ggml_tensor * dst, int ith, int n_threads, void * user_
     const ggml_tensor * published = dst->src[n_chunks];
     const int n_pairs = (int) (published->ne[0]*published->ne[1]);
     const float   * weights = (const float   *) published->data + n_pairs*GGML_MOE_STREAM_WEIGHT;
-    const int32_t * cold    = (const int32_t *) published->data + n_pairs*GGML_MOE_STREAM_COLD;
+    const int32_t * where   = (const int32_t *) published->data + n_pairs*GGML_MOE_STREAM_COLD;
+    n_chunks /= node.late ? 2 : 1;
     const int chunk = n_chunks > 0 ? (int) dst->src[0]->ne[2] : 1;
     bool waited = false;
     if (node.n_parts > 0) {
@@ -406,12 +445,13 @@ static void emulate_join(ggml_tensor * dst, int ith, int n_threads, void * user_
         std::fill(sum, sum + node.n_embd, 0.0f);
         bool any_cold = false;
         for (int k = 0; k < node.n_used; k++) {
-            if (cold[t*node.n_used + k]) {
+            if (where[t*node.n_used + k] == GGML_MOE_STREAM_BY_POOL) {
                 any_cold = true;
                 continue;
             }
-            const float   f = node.weight_before ? 1.0f : weights[t*node.n_used + k];
-            const float * y = (const float *) dst->src[t/chunk]->data + (size_t) (t % chunk*node.n_used + k)*node.n_embd;
+            const float f    = node.weight_before ? 1.0f : weights[t*node.n_used + k];
+            const int   pass = where[t*node.n_used + k] == GGML_MOE_STREAM_SECOND_PASS ? n_chunks : 0;
+            const float * y  = (const float *) dst->src[pass + t/chunk]->data + (size_t) (t % chunk*node.n_used + k)*node.n_embd;
             for (int i = 0; i < node.n_embd; i++) {
                 sum[i] += f*y[i];
             }
@@ -550,6 +590,7 @@ bool moe_stream::init(std::string & error) {
     const size_t o_told    = place(sizeof(ggml_moe_stream_victim)*GGML_MOE_STREAM_MAX_VICTIMS*n_rows);
     const size_t o_counters = place(sizeof(uint32_t)*GGML_MOE_STREAM_N_COUNTERS*n_rows);
     const size_t o_ahead    = place(sizeof(uint64_t)*2*n_rows);
+    const size_t o_bring    = place(sizeof(uint64_t)*n_rows);
     const size_t n_maps    = (size_t) n_expert*n_rows; // 32-bit words, here and below
     const size_t n_victims = sizeof(ggml_moe_stream_victim)/sizeof(int32_t)*GGML_MOE_STREAM_MAX_VICTIMS*n_rows;
     const size_t n_control = n_maps + n_victims + GGML_MOE_STREAM_N_RATES;
@@ -608,6 +649,7 @@ bool moe_stream::init(std::string & error) {
     ch.out     = (float    *) (base + o_out);
     ch.clock   = (uint64_t *) (base + o_clock);
     ch.ahead_clock = (uint64_t *) (base + o_ahead);
+    ch.bring_clock = (uint64_t *) (base + o_bring);
     ch.counters    = (uint32_t *) (base + o_counters);
     ch.victims_told = (ggml_moe_stream_victim *) (base + o_told);
     ch.state   = (uint32_t *) state->data;
@@ -650,6 +692,12 @@ bool moe_stream::init(std::string & error) {
         c.publish_nodes.push_back(node);
         node.kind = GGML_MOE_STREAM_JOIN;
         c.join_nodes.push_back(node);
+        node.late = true;
+        c.late_join_nodes.push_back(node);
+        node.kind = GGML_MOE_STREAM_BRING;
+        c.bring_nodes.push_back(node);
+        node.kind = GGML_MOE_STREAM_PUBLISH;
+        c.late_publish_nodes.push_back(node);
     }
 
     slots_changed();
@@ -691,15 +739,23 @@ void moe_stream::reset_times() {
     std::fill(client->perf.begin(), client->perf.end(), moe_stream_client::times());
 }
 
+// of a row that has streamed: from publish on, or from bring
+double moe_stream::streaming_us(int row) const {
+    const uint64_t * clock = client->channel.clock + row*4;
+    const uint64_t   bring = client->channel.bring_clock[row];
+    return (clock[3] - (bring > clock[0] && bring <= clock[3] ? bring : clock[0]))*1e-3;
+}
+
 // Of several ubatches in one decode the device's clock tells the last.
 void moe_stream::add_times(moe_layer & l) const {
     const uint64_t * clock = client->channel.clock + l.block.row*4;
     llama_moe_perf_data & perf = l.perf;
     if (clock[0] && clock[1] >= clock[0] && clock[2] >= clock[1]) {
         const size_t at = (size_t) l.block.row*GGML_MOE_STREAM_N_COUNTERS + GGML_MOE_STREAM_STREAMED;
-        const bool streamed = client->channel.counters[at] != counters_before[at] && clock[3] > clock[0] && clock[3] <= clock[1];
-        perf.us_stream += streamed ? (clock[3] - clock[0])*1e-3 : 0.0;
-        perf.us_hot   += (clock[1] - (streamed ? clock[3] : clock[0]))*1e-3;
+        const bool   streamed  = client->channel.counters[at] != counters_before[at] && clock[3] > clock[0] && clock[3] <= clock[1];
+        const double us_stream = streamed ? streaming_us(l.block.row) : 0.0;
+        perf.us_stream += us_stream;
+        perf.us_hot   += (clock[1] - clock[0])*1e-3 - us_stream;
         perf.us_wait  += (clock[2] - clock[1])*1e-3;
         perf.us_total += (clock[2] - clock[0])*1e-3;
         // until the next row's publish
@@ -855,7 +911,7 @@ void moe_stream::slots_changed() {
         if (!l || client->blocks[l->block.row].row < 0) {
             continue;
         }
-        for (auto * nodes : { &client->publish_nodes, &client->join_nodes }) {
+        for (auto * nodes : { &client->publish_nodes, &client->join_nodes, &client->late_publish_nodes, &client->bring_nodes, &client->late_join_nodes }) {
             ggml_moe_stream_node & node = (*nodes)[l->block.row];
             node.n_parts      = 0;
             node.expert_bytes = l->block.expert_bytes();
@@ -873,6 +929,7 @@ void moe_stream::slots_changed() {
         ggml_moe_stream_node & node = nodes[row];
         const bool can = behind && (side || !api) && node.n_parts > 0 && behind->n_parts > 0 && behind->gate && node.n_embd == behind->n_embd;
         node.next = can ? behind : nullptr;
+        client->late_publish_nodes[row].next = node.next;
         behind = st.rows[row] ? &node : behind; // a dense layer has no row
     }
 }
@@ -899,6 +956,9 @@ void moe_stream::set_streaming(int max_experts, bool always) {
     max_streamed  = max_experts;
     stream_always = always;
     forget_victims();
+    if (max_streamed == 0 && late_on) {
+        set_late(false);
+    }
 }
 
 void moe_stream::set_look_ahead(int max_experts, float wrong) {
@@ -978,7 +1038,45 @@ void moe_stream::adopt() {
     for (size_t i = 0; i < last_used.size(); i++) {
         last_used[i] = st.log.counts[i] > 0 ? n_decodes : last_used[i];
     }
+    if (n_tokens_last >= LATE_FROM && n_tokens_last <= MAX_TOKENS) {
+        consider_late();
+    }
     settle();
+}
+
+// Wide batches in two passes, if that lets so many more experts cross the link that the pool is spared twice what a pass costs; in one again,
+// if it is spared less than half of it. Their graphs are built anew then.
+void moe_stream::consider_late() {
+    constexpr float   GAIN     = 0.2f;
+    constexpr float   US_PASS  = 25.0f; // until it is measured: what a pass takes that computes next to nothing
+    constexpr int64_t INTERVAL = 32;    // decodes
+    double crowded = 0, bytes = 0;
+    int    n_rows  = 0;
+    for (const ggml_moe_stream_node & node : client->publish_nodes) {
+        if (node.n_parts > 0) {
+            const size_t at = (size_t) node.row*GGML_MOE_STREAM_N_COUNTERS + GGML_MOE_STREAM_CROWDED;
+            crowded += client->channel.counters[at] - counters_before[at];
+            bytes   += (double) node.expert_bytes;
+            n_rows++;
+        }
+    }
+    if (n_rows == 0) {
+        return;
+    }
+    n_crowded += (n_crowded == 0 ? 1.0f : GAIN)*((float) (crowded/n_rows) - n_crowded);
+    const float us_pass  = us_hot[1] > 0 ? us_hot[1] : US_PASS;
+    const float us_saved = n_crowded*us_pool_byte*(float) (bytes/n_rows);
+    const bool  change   = late_on ? us_saved < 0.5f*us_pass : us_saved > 2.0f*us_pass;
+    if (stream_always ? !late_on && n_crowded > 0 : change && n_decodes >= late_since + INTERVAL) {
+        set_late(!late_on);
+    }
+}
+
+void moe_stream::set_late(bool on) {
+    late_on    = on;
+    late_since = n_decodes;
+    n_crowded  = 0;
+    st.lane_changed();
 }
 
 void moe_stream::settle() {
@@ -1041,11 +1139,12 @@ void moe_stream::learn(int n_tokens) {
         const uint32_t n  = client->channel.counters[at] - counters_before[at];
         n_streamed += n;
         const bool streamed = n > 0 && clock[3] > clock[0] && clock[3] <= clock[1];
+        const double us_stream = streamed ? streaming_us((int) row) : 0.0;
         if (streamed) {
-            us_link    += (clock[3] - clock[0])*1e-3;
+            us_link    += us_stream;
             link_bytes += (double) n*client->blocks[row].expert_bytes();
         }
-        us_hot_sum += (clock[1] - (streamed ? clock[3] : clock[0]))*1e-3;
+        us_hot_sum += (clock[1] - clock[0])*1e-3 - us_stream;
         n_hot++;
     }
     if (link_bytes > 0) {
@@ -1152,12 +1251,12 @@ static ggml_tensor * mark(ggml_tensor * t, uint64_t epoch, const llm_graph_conte
     return t;
 }
 
-// the experts of n tokens from t0 on: [n_embd, n_used, n]. The order of the nodes is upstream's, so that CUDA fuses what it fuses there.
-ggml_tensor * moe_stream::hot(const llm_graph_context & g, const moe_layer & l, ggml_tensor * x, ggml_tensor * published, int t0, int n) const {
+// the experts of n tokens from t0 on, in the slots that `ids` names: [n_embd, n_used, n]. The order of the nodes is upstream's, so that CUDA fuses what it fuses there.
+ggml_tensor * moe_stream::hot(const llm_graph_context & g, const moe_layer & l, ggml_tensor * x, ggml_tensor * published, ggml_tensor * slot_ids, int t0, int n) const {
     ggml_context *      ctx0  = g.ctx0;
     const moe_block &   b     = l.block;
     const moe_tensors & slots = l.slots.tensors;
-    ggml_tensor * ids = ggml_view_2d(ctx0, published, b.n_used, n, published->nb[1], t0*published->nb[1]);
+    ggml_tensor * ids = ggml_view_2d(ctx0, slot_ids, b.n_used, n, slot_ids->nb[1], t0*slot_ids->nb[1]);
     ggml_tensor * cur = ggml_view_3d(ctx0, x, b.n_embd, 1, n, x->nb[1], x->nb[1], t0*x->nb[1]);
     if (b.weight_before) {
         ggml_tensor * w = ggml_view_3d(ctx0, published, 1, b.n_used, n, sizeof(float), published->nb[1], GGML_MOE_STREAM_WEIGHT*published->nb[2] + t0*published->nb[1]);
@@ -1203,19 +1302,29 @@ ggml_tensor * moe_stream::build(const llm_graph_context & g, moe_layer & l, cons
     if (st.callback) {
         args[n_args++] = st.log.view_weights(ctx0, b.row, b.n_used, n_tokens, (int) g.n_tokens);
     }
+    const int  n_chunks = l.slots.slots.empty() ? 0 : (n_tokens + chunk_of(l) - 1)/chunk_of(l);
+    const bool late     = late_on && n_tokens >= LATE_FROM && streams(l) && 2*n_chunks + 1 <= GGML_MAX_SRC;
     ggml_tensor * published = mark(ggml_custom_4d(ctx0, GGML_TYPE_I32, b.n_used, n_tokens, GGML_MOE_STREAM_PLANES, 1, args, n_args, emulate_publish, 1,
-            &c.publish_nodes[b.row]), st.epoch, g, st.backend_of(dev), "moe_publish", b.row);
+            &(late ? c.late_publish_nodes : c.publish_nodes)[b.row]), st.epoch, g, st.backend_of(dev), "moe_publish", b.row);
     ggml_build_forward_expand(g.gf, published);
 
     n_args = 0;
-    if (!l.slots.slots.empty()) {
-        const int n_chunks = (n_tokens + chunk_of(l) - 1)/chunk_of(l);
-        const int chunk    = (n_tokens + n_chunks - 1)/n_chunks;
-        for (int t0 = 0; t0 < n_tokens; t0 += chunk) {
-            args[n_args] = hot(g, l, x, published, t0, std::min(chunk, n_tokens - t0));
+    auto pass = [&](ggml_tensor * ids) {
+        const int chunk = (n_tokens + n_chunks - 1)/std::max(1, n_chunks);
+        for (int t0 = 0; n_chunks > 0 && t0 < n_tokens; t0 += chunk) {
+            args[n_args] = hot(g, l, x, published, ids, t0, std::min(chunk, n_tokens - t0));
             ggml_build_forward_expand(g.gf, args[n_args++]);
         }
+    };
+    pass(published);
+    if (late) {
+        args[n_args] = published;
+        ggml_tensor * brought = mark(ggml_custom_4d(ctx0, GGML_TYPE_I32, b.n_used, n_tokens, 1, 1, args, n_args + 1, emulate_bring, 1, &c.bring_nodes[b.row]),
+            st.epoch, g, st.backend_of(dev), "moe_bring", b.row);
+        ggml_build_forward_expand(g.gf, brought);
+        pass(brought);
     }
     args[n_args++] = published;
-    return mark(ggml_custom_4d(ctx0, GGML_TYPE_F32, b.n_embd, n_tokens, 1, 1, args, n_args, emulate_join, 1, &c.join_nodes[b.row]), st.epoch, g, st.backend_of(dev), "moe_join", b.row);
+    return mark(ggml_custom_4d(ctx0, GGML_TYPE_F32, b.n_embd, n_tokens, 1, 1, args, n_args, emulate_join, 1, &(late ? c.late_join_nodes : c.join_nodes)[b.row]),
+        st.epoch, g, st.backend_of(dev), "moe_join", b.row);
 }

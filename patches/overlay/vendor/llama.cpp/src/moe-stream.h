@@ -28,6 +28,7 @@ void moe_stream_mark(ggml_tensor * t, uint64_t owner);
 class moe_stream {
 public:
     static constexpr int MAX_TOKENS = 32;
+    static constexpr int LATE_FROM  = 4; // tokens: narrower batches leave room
 
     moe_stream(llama_moe_state & st, ggml_backend_dev_t dev);
     ~moe_stream();
@@ -52,6 +53,7 @@ public:
     void set_look_ahead(int max_experts, float wrong); // of a layer, before it begins; wrong: share of guesses that are spoilt
     void set_values(const float * values);             // [n_rows][n_expert]: residents of low value make room. From any thread
     void adopt();                                      // after a decode: what was streamed is resident
+    bool in_two_passes() const { return late_on; }
     void settle();                                     // the same, also in the middle of one: before layers that look at the host's map
     bool streams(const moe_layer & l) const;
 
@@ -66,12 +68,15 @@ public:
 
 private:
     int  chunk_of(const moe_layer & l) const; // tokens that the layer's products take at once
-    ggml_tensor * hot(const llm_graph_context & g, const moe_layer & l, ggml_tensor * x, ggml_tensor * published, int t0, int n) const;
+    ggml_tensor * hot(const llm_graph_context & g, const moe_layer & l, ggml_tensor * x, ggml_tensor * published, ggml_tensor * slot_ids, int t0, int n) const;
     void upload_control(int n_tokens);
     bool lane_is_used() const { return max_streamed > 0 || max_ahead > 0; }
     void choose_victims();
     void drop_stale_victims();
     void forget_victims();
+    void consider_late();
+    void set_late(bool on);
+    double streaming_us(int row) const;
     void give_router(ggml_moe_stream_node & node, const moe_block & b) const;
     float ahead_now(int n_tokens) const;
     float expert_bytes_mean() const;
@@ -116,6 +121,10 @@ private:
     std::vector<float>     us_rest;          // [tokens] from a layer's end to the next publish, if that needs not wait for the look-ahead
     std::vector<float>     us_ahead;         // [tokens] from publish to there: what the look-ahead has
     std::vector<float>     ahead_right;      // [tokens] share of its guesses that were right
+
+    bool    late_on    = false;              // batches of LATE_FROM tokens or more are computed in two passes
+    int64_t late_since = 0;                  // n_decodes when that changed
+    float   n_crowded  = 0;                  // GGML_MOE_STREAM_CROWDED of a row and decode
 
     void * side = nullptr;                   // ggml_moe_stream_channel::side
     std::shared_ptr<moe_pool>          pool;

@@ -12,6 +12,9 @@
 // from the measured rates of both sides: as many as make the layer end soonest, those with most tokens first. Join changes the map, and
 // tells the host.
 //
+// Where the batch uses nearly all residents, there is no room for that. Then the layer is computed in two passes (GGML_MOE_STREAM_LATE):
+// bring, between them, fills slots whose residents the first pass has used, and the second pass computes what it brought.
+//
 // The look-ahead: from publish to the next layer's publish the link would be idle again. The next layer's router, given this layer's
 // input, names most of the experts that it is going to choose. Beside the stream, those that have no slot cross the link into victims of
 // the next layer, as many as arrive until it begins: its publish waits for them. A wrong guess costs a resident of little value.
@@ -34,7 +37,7 @@ extern "C" {
 #endif
 
 #define GGML_MOE_STREAM_MAGIC_0 0x4d6f4553
-#define GGML_MOE_STREAM_MAGIC_1 0x74726d33 // the layout of the structs below is part of it: a new layout takes a new number
+#define GGML_MOE_STREAM_MAGIC_1 0x74726d34 // the layout of the structs below is part of it: a new layout takes a new number
 #define GGML_MOE_STREAM_PARAM   14         // index of the magic in op_params; ggml_custom_4d uses the first six
 #define GGML_MOE_STREAM_OWNER   12         // index of a number that no two graphs with different channels share: captured graphs hold
                                            // the channel by value, and are compared by the tensors' bytes
@@ -45,16 +48,26 @@ extern "C" {
 #define GGML_MOE_STREAM_MAX_PARTS    6  // tensors of an expert
 
 enum ggml_moe_stream_kind {
-    GGML_MOE_STREAM_PUBLISH = 0, // (x, ids, weights, map, log of ids[, log of weights]) -> I32 [n_used, n_tokens, 3], see below
+    GGML_MOE_STREAM_PUBLISH = 0, // (x, ids, weights, map, log of ids[, log of weights]) -> I32 [n_used, n_tokens, 4], see below
     GGML_MOE_STREAM_JOIN    = 1, // (hot outputs [n_embd, n_used, n] of consecutive tokens, ..., publish) -> F32 [n_embd, n_tokens]
+                                 // (late: those of the first pass, then as many of the second)
+    GGML_MOE_STREAM_BRING   = 2, // (hot outputs, ..., publish) -> I32 [n_used, n_tokens]: ids for the second pass
 };
 
 // planes of publish's output
 enum ggml_moe_stream_plane {
     GGML_MOE_STREAM_SLOT   = 0, // ids for the products with the slots; of a cold pair: something that they may be given
     GGML_MOE_STREAM_WEIGHT = 1, // F32: by what the pair's output is multiplied
-    GGML_MOE_STREAM_COLD   = 2, // 1: the pool computes the pair
-    GGML_MOE_STREAM_PLANES = 3,
+    GGML_MOE_STREAM_COLD   = 2, // ggml_moe_stream_where
+    GGML_MOE_STREAM_LATE   = 3, // as SLOT, for the second pass
+    GGML_MOE_STREAM_PLANES = 4,
+};
+
+// who computes a pair
+enum ggml_moe_stream_where {
+    GGML_MOE_STREAM_FIRST_PASS  = 0,
+    GGML_MOE_STREAM_BY_POOL     = 1,
+    GGML_MOE_STREAM_SECOND_PASS = 2,
 };
 
 // in which form the pool gets a token's row
@@ -88,6 +101,7 @@ enum ggml_moe_stream_counter {
     GGML_MOE_STREAM_STREAMED   = 0, // experts that crossed the link in publish
     GGML_MOE_STREAM_LOOKED     = 1, // that the look-ahead brought
     GGML_MOE_STREAM_RIGHT      = 2, // of these, those that the layer then chose
+    GGML_MOE_STREAM_CROWDED    = 3, // that publish would have streamed had there been room; late: that took a slot whose resident was in use
     GGML_MOE_STREAM_N_COUNTERS = 4,
 };
 
@@ -101,6 +115,7 @@ struct ggml_moe_stream_picks {
     int32_t row;
     int32_t n;
     int32_t n_left; // other cold experts: the pool's
+    int32_t crowded; // GGML_MOE_STREAM_CROWDED
     int32_t victim[GGML_MOE_STREAM_MAX_VICTIMS]; // index
     int32_t expert[GGML_MOE_STREAM_MAX_VICTIMS]; // that takes its slot
 };
@@ -115,6 +130,7 @@ struct ggml_moe_stream_channel {
     void     * x;       // [n_tokens] rows; only those of tokens with a cold pair are written
     float    * out;     // [n_tokens][n_embd]: the pool's sums
     uint64_t * clock;   // [n_rows][4] ns of the device's clock: publish began, join began, join ended, streaming ended (if there was any)
+    uint64_t * bring_clock; // [n_rows] ns: bring began
     uint64_t * ahead_clock; // [n_rows][2] ns: the look-ahead for the row began, ended
     uint32_t * counters;    // [n_rows][N_COUNTERS], ever
     // [n_rows][MAX_VICTIMS] those of `victims` that have changed since the host looked; slot -1: this one has not. expert -1: publish has
@@ -147,6 +163,7 @@ struct ggml_moe_stream_node {
     int32_t n_embd;
     int32_t n_used;
     int32_t input;         // ggml_moe_stream_input
+    bool    late;          // in two passes
     bool    weight_before; // the router's weight was applied to the input: the outputs are added as they are
     const float * scale;   // device memory, [n_expert]: factor of an expert's output, or NULL
     int32_t * map;         // device memory, [n_expert]: the same as publish's source

@@ -95,7 +95,8 @@ struct moe_publish_args {
     const int32_t * map;     // [n_expert] slot or -1
     int32_t       * slots;   // the output's planes, [n_tokens][n_used]
     float         * weights_out;
-    int32_t       * cold;
+    int32_t       * where;
+    int32_t       * late;
     int32_t       * log_ids;     size_t log_ids_stride;
     float         * log_weights; size_t log_weights_stride;
     int n_tokens;
@@ -157,12 +158,11 @@ static __device__ int2 block_max_sum(int most, int sum) {
     return make_int2(max(of_warp[0].x, of_warp[1].x), of_warp[0].y + of_warp[1].y);
 }
 
-// by one thread: the victims of the row none of whose experts has been counted
-static __device__ int free_victims(const ggml_moe_stream_node & node, const ggml_moe_stream_channel & ch, const int * count, ggml_moe_stream_picks & picks) {
-    int n = 0;
+// by one thread: the row's victims, from n on those whose experts are counted, or not counted; returns n and their number
+static __device__ int add_victims(const ggml_moe_stream_node & node, const ggml_moe_stream_channel & ch, const int * count, bool in_use, ggml_moe_stream_picks & picks, int n) {
     for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
         const ggml_moe_stream_victim x = ch.victims[node.row*GGML_MOE_STREAM_MAX_VICTIMS + v];
-        if (x.slot >= 0 && count[x.expert] == 0) {
+        if (x.slot >= 0 && (count[x.expert] > 0) == in_use) {
             picks.victim[n++] = v;
         }
     }
@@ -172,10 +172,13 @@ static __device__ int free_victims(const ggml_moe_stream_node & node, const ggml
 // Which cold experts cross the link: the n that make the layer end soonest, those with most tokens first. `count`: of each expert's
 // pairs. All threads of all blocks come to the same answer: nothing of what they read changes before join.
 static __device__ void pick_streamed(const moe_publish_args & a, const ggml_moe_stream_node & node, const ggml_moe_stream_channel & ch, int * count, ggml_moe_stream_picks & picks) {
-    const int tid = threadIdx.x;
+    const int tid  = threadIdx.x;
+    const int most = (int) ch.rates[GGML_MOE_STREAM_MOST];
+    __shared__ int n_free; // an expert of the batch leaves only when the first pass has used it
     __shared__ int n_victims;
     if (tid == 0) {
-        n_victims = min(free_victims(node, ch, count, picks), (int) ch.rates[GGML_MOE_STREAM_MOST]); // no expert of the batch leaves
+        n_free    = add_victims(node, ch, count, false, picks, 0);
+        n_victims = node.late ? add_victims(node, ch, count, true, picks, n_free) : n_free;
     }
     __syncthreads();
     int n_cold  = 0;
@@ -196,8 +199,9 @@ static __device__ void pick_streamed(const moe_publish_args & a, const ggml_moe_
     const float more  = ch.rates[GGML_MOE_STREAM_POOL_TOKEN]*bytes;
     float pool = ch.rates[GGML_MOE_STREAM_REQUEST] + n_cold*first + (n_pairs - n_cold)*more;
     float best = fmaxf(hot, pool);
-    int   n    = 0;
-    for (int i = 0; i < min(n_victims, n_cold); i++) {
+    int   n      = 0;
+    int   n_best = 0; // if there were room for all
+    for (int i = 0; i < min(most, n_cold); i++) {
         const float device = hot + (i + 1)*link;
         if (device > best) {
             break;
@@ -211,8 +215,9 @@ static __device__ void pick_streamed(const moe_publish_args & a, const ggml_moe_
         pool -= first + ((key >> 16) - 1)*more;
         const float end = fmaxf(device, i + 1 < n_cold ? pool : 0.0f);
         if (end <= best) {
-            best = end;
-            n    = i + 1;
+            best   = end;
+            n_best = i + 1;
+            n      = min(n_best, n_victims);
         }
         if (tid == 0) {
             picks.expert[i] = e;
@@ -221,8 +226,9 @@ static __device__ void pick_streamed(const moe_publish_args & a, const ggml_moe_
         __syncthreads();
     }
     if (tid == 0) {
-        picks.n      = n;
-        picks.n_left = n_cold - n;
+        picks.n       = n;
+        picks.n_left  = n_cold - n;
+        picks.crowded = node.late ? max(0, n - n_free) : n_best - n;
     }
     __syncthreads();
 }
@@ -276,6 +282,16 @@ static __device__ void count_right(const ggml_moe_stream_node & node, const ggml
     ch.ahead->n = 0;
 }
 
+// by one thread, when all blocks have brought their part
+static __device__ void tell_streamed(const ggml_moe_stream_node & node, const ggml_moe_stream_channel & ch, const ggml_moe_stream_picks & picks) {
+    ch.state[2] = 0;
+    ch.clock[node.row*4 + 3] = device_clock();
+    for (int i = 0; i < picks.n; i++) { // join says what they hold
+        const size_t v = (size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[i];
+        ch.victims_told[v] = { ch.victims[v].slot, -1 };
+    }
+}
+
 // grid (ceil(n_embd/256), n_tokens and, with a stream lane, rows of blocks that stream); shared memory: n_expert ints with a stream lane
 static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_stream_node node, const ggml_moe_stream_channel ch) {
     extern __shared__ int count[];
@@ -307,7 +323,8 @@ static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_st
             cold |= a.map[e] < 0;
         }
         if (tid == 0) {
-            picks.n = 0;
+            picks.n       = 0;
+            picks.crowded = 0;
         }
         cold = __syncthreads_or(cold);
         if (first && tid == 0 && node.gate) {
@@ -326,19 +343,17 @@ static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_st
                 stream_experts(node, ch, picks, (blockIdx.y - a.n_tokens)*gridDim.x + blockIdx.x, n);
                 __syncthreads();
                 if (tid == 0 && atomicAdd(&ch.state[2], 1) == n - 1) {
-                    ch.state[2] = 0;
                     ch.state[3] = 0;
-                    ch.clock[node.row*4 + 3] = device_clock();
-                    for (int i = 0; i < picks.n; i++) { // join says what they hold
-                        const size_t v = (size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[i];
-                        ch.victims_told[v] = { ch.victims[v].slot, -1 };
-                    }
+                    tell_streamed(node, ch, picks);
                 }
             }
             return;
         }
         if (first && tid == 0) {
             *ch.picks = picks;
+            if (picks.crowded > 0) {
+                count_up(ch, node.row, GGML_MOE_STREAM_CROWDED, picks.crowded);
+            }
         }
     }
     int any_cold = 0;
@@ -347,18 +362,21 @@ static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_st
         const int t = i/node.n_used;
         const int k = i - t*node.n_used;
         const int e = a.ids[t*a.ids_stride + k];
-        int s = a.map[e];
+        const int s = a.map[e];
+        int brought = -1;
         for (int j = 0; s < 0 && node.n_parts > 0 && j < picks.n; j++) {
-            s = picks.expert[j] == e ? ch.victims[node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[j]].slot : s;
+            brought = picks.expert[j] == e ? ch.victims[node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[j]].slot : brought;
         }
-        any_cold |= s < 0;
-        own_cold |= s < 0 && t == t_own;
+        const bool is_cold = s < 0 && brought < 0;
+        any_cold |= is_cold;
+        own_cold |= is_cold && t == t_own;
         if (first) {
             const float w  = a.weights[t*a.weights_stride_t + k*a.weights_stride_k];
             const float ws = node.scale ? w*node.scale[e] : w;
-            a.slots[i]       = s;
+            a.slots[i]       = s < 0 && !node.late ? brought : s;
+            a.late[i]        = node.late ? brought : -1;
             a.weights_out[i] = ws;
-            a.cold[i]        = s < 0;
+            a.where[i]       = is_cold ? GGML_MOE_STREAM_BY_POOL : s < 0 && node.late ? GGML_MOE_STREAM_SECOND_PASS : GGML_MOE_STREAM_FIRST_PASS;
             if (a.log_ids) {
                 a.log_ids[t*a.log_ids_stride + k] = e;
             }
@@ -375,7 +393,7 @@ static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_st
     if (first) { // only now: posted writes over the link
         for (int i = tid; i < n_pairs; i += MOE_THREADS) {
             const int t = i/node.n_used;
-            ch.ids    [i] = a.cold[i] ? a.ids[t*a.ids_stride + i - t*node.n_used] : -1;
+            ch.ids    [i] = a.where[i] == GGML_MOE_STREAM_BY_POOL ? a.ids[t*a.ids_stride + i - t*node.n_used] : -1;
             ch.weights[i] = a.weights_out[i];
         }
     }
@@ -396,10 +414,35 @@ static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_st
             ch.state[1] = 0;
             const uint32_t seq = ++ch.state[0];
             store_release_system(ch.header, (uint64_t) seq << 32 | (uint32_t) node.row << 16 | (uint32_t) a.n_tokens);
-            if (node.n_parts > 0 && picks.n > 0) {
+            if (node.n_parts > 0 && picks.n > 0 && !node.late) {
                 *(volatile uint32_t *) &ch.state[3] = 1;
             }
         }
+    }
+}
+
+//
+// bring
+//
+
+// grid (STREAM_BLOCKS): after the first pass, before the second
+static __global__ void k_moe_bring(const int32_t * late, int32_t * ids, const int n_pairs, const ggml_moe_stream_node node, const ggml_moe_stream_channel ch) {
+    const int tid = threadIdx.x;
+    if (blockIdx.x == 0) {
+        if (tid == 0) {
+            ch.bring_clock[node.row] = device_clock();
+        }
+        for (int i = tid; i < n_pairs; i += MOE_THREADS) {
+            ids[i] = late[i];
+        }
+    }
+    if (ch.picks->n == 0) {
+        return;
+    }
+    stream_experts(node, ch, *ch.picks, blockIdx.x, gridDim.x);
+    __syncthreads();
+    if (tid == 0 && atomicAdd(&ch.state[2], 1) == gridDim.x - 1) {
+        tell_streamed(node, ch, *ch.picks);
     }
 }
 
@@ -410,11 +453,11 @@ static __global__ void k_moe_publish(const moe_publish_args a, const ggml_moe_st
 static constexpr int MOE_MAX_CHUNKS = GGML_MAX_SRC - 1;
 
 struct moe_join_args {
-    const float   * hot[MOE_MAX_CHUNKS]; // [n_embd, n_used, chunk]
+    const float   * hot[MOE_MAX_CHUNKS]; // [n_embd, n_used, chunk]; late: from n_chunks on those of the second pass
     int n_chunks;
     int chunk;                           // tokens in each but the last
     const float   * weights;
-    const int32_t * cold;
+    const int32_t * where;
     float         * dst;     size_t dst_stride;
     int n_tokens;
 };
@@ -473,15 +516,17 @@ static __global__ void k_moe_join(const moe_join_args a, const ggml_moe_stream_n
     }
 
     const int c = a.n_chunks > 0 ? t/a.chunk : 0;
-    const float * hot = a.n_chunks > 0 ? a.hot[c] + (size_t) (t - c*a.chunk)*node.n_used*node.n_embd + col : nullptr;
+    const size_t at = (size_t) (t - c*a.chunk)*node.n_used*node.n_embd + col;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     bool cold = false; // the same for all threads of the block
     for (int k = 0; k < node.n_used; k++) {
-        if (a.cold[t*node.n_used + k]) {
+        const int where = a.where[t*node.n_used + k];
+        if (where == GGML_MOE_STREAM_BY_POOL) {
             cold = true;
         } else if (col < node.n_embd) {
             const float  w = node.weight_before ? 1.0f : a.weights[t*node.n_used + k];
-            const float4 v = *(const float4 *) (hot + (size_t) k*node.n_embd);
+            const float * y = a.hot[where == GGML_MOE_STREAM_SECOND_PASS ? a.n_chunks + c : c];
+            const float4 v = *(const float4 *) (y + at + (size_t) k*node.n_embd);
             sum.x += w*v.x;
             sum.y += w*v.y;
             sum.z += w*v.z;
@@ -491,7 +536,7 @@ static __global__ void k_moe_join(const moe_join_args a, const ggml_moe_stream_n
     if (blockIdx.x == 0 && t == 0) {
         int any = 0; // of all tokens
         for (int i = tid; i < node.n_used*a.n_tokens; i += MOE_THREADS) {
-            any |= a.cold[i];
+            any |= a.where[i] == GGML_MOE_STREAM_BY_POOL;
         }
         if (__syncthreads_or(any)) {
             if (tid == 0) {
@@ -618,7 +663,7 @@ static __device__ void pick_ahead(const ggml_moe_stream_node & next, const ggml_
     __shared__ int n_victims;
     const int tid = threadIdx.x;
     if (tid == 0) {
-        n_victims = free_victims(next, ch, count, picks);
+        n_victims = add_victims(next, ch, count, false, picks, 0);
     }
     __syncthreads();
     for (int i = 0; i < min(n_victims, most); i++) {
@@ -763,7 +808,8 @@ static void publish(cudaStream_t stream, const ggml_moe_stream_node & node, ggml
     a.map         = (const int32_t *) dst->src[3]->data;
     a.slots       = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_SLOT;
     a.weights_out = (float   *) dst->data + n_pairs*GGML_MOE_STREAM_WEIGHT;
-    a.cold        = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_COLD;
+    a.where       = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_COLD;
+    a.late        = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_LATE;
     if (dst->src[4]) {
         a.log_ids        = (int32_t *) dst->src[4]->data;
         a.log_ids_stride = dst->src[4]->nb[1]/sizeof(int32_t);
@@ -774,12 +820,22 @@ static void publish(cudaStream_t stream, const ggml_moe_stream_node & node, ggml
     }
     a.n_tokens = (int) x->ne[1];
     dim3 grid = grid_of(node, x);
-    grid.y += node.n_parts > 0 ? (STREAM_BLOCKS + grid.x - 1)/grid.x : 0;
+    grid.y += node.n_parts > 0 && !node.late ? (STREAM_BLOCKS + grid.x - 1)/grid.x : 0;
     wait_for_side(stream);
     k_moe_publish<<<grid, MOE_THREADS, node.n_parts > 0 ? node.n_expert*sizeof(int) : 0, stream>>>(a, node, *node.channel);
     if (node.next) {
         look_ahead(stream, node, a.n_tokens);
     }
+}
+
+static void bring(cudaStream_t stream, const ggml_moe_stream_node & node, ggml_tensor * dst) {
+    int i = 0;
+    while (dst->src[i + 1]) {
+        i++;
+    }
+    const int n_pairs = (int) (dst->ne[0]*dst->ne[1]);
+    const int32_t * late = (const int32_t *) dst->src[i]->data + (size_t) n_pairs*GGML_MOE_STREAM_LATE;
+    k_moe_bring<<<STREAM_BLOCKS, MOE_THREADS, 0, stream>>>(late, (int32_t *) dst->data, n_pairs, node, *node.channel);
 }
 
 static void join(cudaStream_t stream, const ggml_moe_stream_node & node, ggml_tensor * dst) {
@@ -790,9 +846,10 @@ static void join(cudaStream_t stream, const ggml_moe_stream_node & node, ggml_te
     }
     const ggml_tensor * published = dst->src[a.n_chunks];
     const int64_t n_pairs = published->ne[0]*published->ne[1];
+    a.n_chunks  /= node.late ? 2 : 1;
     a.chunk      = a.n_chunks > 0 ? (int) dst->src[0]->ne[2] : 1;
     a.weights    = (const float   *) published->data + n_pairs*GGML_MOE_STREAM_WEIGHT;
-    a.cold       = (const int32_t *) published->data + n_pairs*GGML_MOE_STREAM_COLD;
+    a.where      = (const int32_t *) published->data + n_pairs*GGML_MOE_STREAM_COLD;
     a.dst        = (float *) dst->data;
     a.dst_stride = dst->nb[1]/sizeof(float);
     a.n_tokens   = (int) dst->ne[1];
@@ -806,6 +863,8 @@ bool ggml_cuda_moe_stream(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     const ggml_moe_stream_node & node = *ggml_moe_stream_node_of(dst);
     if (node.kind == GGML_MOE_STREAM_PUBLISH) {
         publish(ctx.stream(), node, dst);
+    } else if (node.kind == GGML_MOE_STREAM_BRING) {
+        bring(ctx.stream(), node, dst);
     } else if (node.kind >= GGML_MOE_PROMPT_STAGE) {
         ggml_cuda_moe_prompt(ctx, dst);
     } else {
