@@ -27,7 +27,7 @@ DISTINCT, TOGETHER = 0.67, 0.17
 #: random; above 50 %, the lowest replay of recorded routing. Highest: the best of the replays, of Qwen3-30B-A3B, Gemma-4-26B-A4B
 #: and gpt-oss-120b.
 SHARES = (0.0, 0.08, 0.17, 0.25, 0.5, 0.625, 0.75, 0.875, 0.95, 1.0)
-LOW = (0.0, 0.41, 0.58, 0.72, 0.88, 0.914, 0.942, 0.972, 0.989, 1.0)
+LOW = (0.0, 0.41, 0.62, 0.735, 0.882, 0.914, 0.942, 0.972, 0.989, 1.0)
 HIGH = (0.0, 0.50, 0.69, 0.792, 0.951, 0.968, 0.979, 0.990, 0.996, 1.0)
 #: The same of the bundled pair without its drafts: models of few experts have less to choose from.
 FEW, FEW_EXPERTS = (0.0, 0.28, 0.40, 0.54, 0.78, 0.861, 0.923, 0.968, 0.986, 1.0), 32
@@ -58,7 +58,7 @@ def estimate(plan: Plan, profile: Profile, *, in_stream: bool) -> Estimate:
     """in_stream: the execution of the layers."""
     used = np.array([block.n_expert_used for block in plan.blocks], np.float64)
     both = hits_of(plan.blocks, plan.slots)
-    tps = [1 / seconds_of_token(plan, profile, hits, in_stream=in_stream) for hits in both]
+    tps = [1 / seconds_of_step(plan, profile, hits, in_stream=in_stream) for hits in both]
     low, high = (float(hits @ used / max(1.0, used.sum())) for hits in both)
     return Estimate((low, high), (min(tps), max(tps)))
 
@@ -70,11 +70,6 @@ def hits_of(blocks: Sequence[Block], slots: Sequence[int]) -> tuple[Hits, Hits]:
     few = n_expert.max(initial=0) <= FEW_EXPERTS
     low, high = (np.interp(share, SHARES, table) for table in ((FEW, FEW) if few else (LOW, HIGH)))
     return low, high
-
-
-def seconds_of_token(plan: Plan, profile: Profile, hits: ArrayLike, *, in_stream: bool) -> float:
-    """hits: of each block, or of all."""
-    return seconds_of_step(plan, profile, hits, in_stream=in_stream)
 
 
 def seconds_of_step(plan: Plan, profile: Profile, hits: ArrayLike, *, in_stream: bool, n_tokens: float = 1) -> float:
@@ -109,25 +104,31 @@ def seconds_of_layers(
     us = 0.0
     for (n_expert, used, n_bytes, n, hit), times in alike.items():
         block = Block(n_expert, n_bytes, True, n_expert_used=used)
-        us += times * _us_of_layer(_hardware(profile, n_bytes, in_stream), block, n, hit, n_tokens)
+        if n >= n_expert:  # llama.cpp's own path in either execution
+            us += times * _us_of_whole(_hardware(profile, n_bytes, in_stream=True), block, n_tokens)
+        else:
+            us += times * _us_of_layer(_hardware(profile, n_bytes, in_stream), block, n, hit, n_tokens)
     return us / 1e6
+
+
+def _us_of_whole(machine: Hardware, block: Block, n_tokens: float) -> float:
+    none = np.zeros(1)
+    pairs = np.full(1, block.n_expert_used * n_tokens)
+    work = Work(n_tokens, none, none, np.full(1, _distinct(block, n_tokens)), pairs, none)
+    return float(machine.whole_us(work)[0])
 
 
 def _us_of_layer(machine: Hardware, block: Block, n_slots: int, hit: float, n_tokens: float) -> float:
     """The mean over how many of its experts are cold, each with the same odds."""
     distinct, pairs = _distinct(block, n_tokens), block.n_expert_used * n_tokens
-    rest = machine.rest_us(n_tokens)
-    if n_slots >= block.n_expert:
-        none = np.zeros(1)
-        whole = Work(n_tokens, none, none, np.full(1, distinct), np.full(1, pairs), none)
-        return rest - machine.join + float(machine.device_us(whole)[0])
-    cold = min(distinct, pairs * (1 - hit) * n_tokens**-TOGETHER)
+    together: float = n_tokens**-TOGETHER
+    cold = min(distinct, pairs * (1 - hit) * together)
     n = max(1, round(distinct))
     counts = np.arange(n + 1.0)
     cold_pairs = counts * (pairs * (1 - hit) / max(cold, 1e-9))
     hot = np.maximum(distinct - counts, 0)
     work = Work(n_tokens, counts, cold_pairs, hot, np.maximum(pairs - cold_pairs, 0), n_slots - hot)
-    return rest + float(_odds(n, min(1.0, cold / n)) @ machine.experts_us(work))
+    return machine.rest_us(n_tokens) + float(_odds(n, min(1.0, cold / n)) @ machine.experts_us(work))
 
 
 def _odds(n: int, p: float) -> Hits:
@@ -140,7 +141,8 @@ def _odds(n: int, p: float) -> Hits:
 
 def _distinct(block: Block, n_tokens: float) -> float:
     """Experts of a layer that n_tokens choose."""
-    return min(float(block.n_expert), block.n_expert_used * n_tokens**DISTINCT)
+    chosen: float = block.n_expert_used * n_tokens**DISTINCT
+    return min(float(block.n_expert), chosen)
 
 
 def _hardware(profile: Profile, expert_bytes: int, in_stream: bool) -> Hardware:

@@ -79,6 +79,10 @@ class Hardware:
             best = np.where(possible, np.minimum(best, np.maximum(device + n * link, pool)), best)
         return best
 
+    def whole_us(self, work: Work) -> Column:
+        """Of whole layers, with their rest. llama.cpp's own path: only of what `in_stream` makes."""
+        return self.rest_us(work.n_tokens) - self.join + self.device_us(work)
+
     def rest_us(self, n_tokens: float) -> float:
         return self.between + self.launch + (n_tokens - 1) * (self.between_token + self.launch_token)
 
@@ -139,8 +143,8 @@ STREAMS = 8
 #: µs that a whole layer saves: no publish, no join. 3.9 ms a token where all are, 4.5 expected of as many hits in slots.
 JOIN = 12.0
 #: µs of a step outside its layers: output, logits to the host, sampling, policy. 1.1 ms in runs of one token and 32
-#: steps, 1.9 and 2.6 with 3 and 4.6; 1.2 with three in those of 96 tokens, where fewer graphs are new.
-STEP, STEP_TOKEN = 900.0, 350.0
+#: tokens of text, 1.9 and 2.6 with 3 and 4.6; 1.2 with three in those of 96 tokens, where fewer graphs are new.
+STEP, STEP_TOKEN = 1150.0, 350.0
 
 
 def in_stream(
@@ -172,14 +176,15 @@ def in_stream(
 
 
 def portable(name: str, expert_bytes: int, *, cpu_read: float, link: float, device_read: float) -> Hardware:
-    """The same of the portable execution: PORTABLE, whose CPU read 100 GB/s and whose device 4 TB/s, scaled by bytes."""
+    """The same of the portable execution: PORTABLE, whose CPU read 100 GB/s and whose device 4 TB/s, scaled by bytes. It
+    counts what is outside layers as a part of its 48."""
     first = 1e6 * expert_bytes / cpu_read
     read = 1e6 * PORTABLE.expert_bytes / 4e12
     return Hardware(
         name=name,
         expert_bytes=expert_bytes,
         link_bytes=link or float("inf"),
-        between=PORTABLE.between,
+        between=PORTABLE.between - STEP / 48,
         between_token=PORTABLE.between_token,
         launch=PORTABLE.launch,
         launch_token=PORTABLE.launch_token,
@@ -188,6 +193,7 @@ def portable(name: str, expert_bytes: int, *, cpu_read: float, link: float, devi
         device=PORTABLE.device,
         device_pair=PORTABLE.device_pair - read,
         device_expert=1e6 * expert_bytes / device_read,
+        step=STEP,
     )
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What the estimate says of runs that were measured: keeps the figures that it needs, or prints the tables of docs/memory-plan.md.
+"""What the estimate says of runs that were measured: keeps what it needs, or prints the table of docs/memory-plan.md.
 
-    python scripts/compare_estimate.py --collect grid/comparison.json ... --out bench/results/measured-steps.json
-    python scripts/compare_estimate.py bench/results/measured-steps.json
+python scripts/compare_estimate.py --collect grid/comparison.json --out bench/results/measured-steps.json
+python scripts/compare_estimate.py bench/results/measured-steps.json
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class Cell:
 
     @property
     def profile(self) -> Profile:
-        return Profile("CUDA0", "Xeon", self.threads, self.cpu_read, self.link, self.link, self.device_read, self.session)
+        return Profile(
+            "CUDA0", "Xeon", self.threads, self.cpu_read, self.link, self.link, self.device_read, self.session
+        )
 
     def expected(self, hits: float | None = None) -> list[float]:
         """Seconds of a verify step: with these hits, or with the lowest and highest that are expected."""
@@ -93,7 +95,9 @@ def collect(path: Path) -> Iterator[dict[str, Any]]:
         if setting["side"] != "ours" or not run.get("n_steps") or run.get("n_generated", 0) < 2:
             continue
         n, us, threads = run["n_steps"], run["us"], setting["threads"]
-        host = rates["host"].get(str(threads)) or rates["host"].get("16" if threads > 8 else "8", 0.0) * FEWER.get(threads, 1.0)
+        host = rates["host"].get(str(threads)) or rates["host"].get("16" if threads > 8 else "8", 0.0) * FEWER.get(
+            threads, 1.0
+        )
         yield {
             "session": found["machine"]["date"],
             "model": model,
