@@ -24,8 +24,8 @@ from moespac_llamacpp.profile import Profile
 DISTINCT, TOGETHER = 0.67, 0.17
 #: Share of the experts with a slot, and the pairs that hit with moe-spac, single tokens (docs/memory-plan.md). Lowest: what a
 #: planted Qwen3-30B-A3B hit in the first 32 tokens after a prompt of 512, cold start, with a quarter of its choices drawn at
-#: random; above 50 %, the lowest replay of recorded routing. Highest: the best of the replays, of Qwen3-30B-A3B, Gemma-4-26B-A4B
-#: and gpt-oss-120b.
+#: random (measured with 8, 15, 23 and 48 % of the experts); from 50 % on, the lowest replay of recorded routing. Highest: the
+#: best of the replays, of Qwen3-30B-A3B, Gemma-4-26B-A4B and gpt-oss-120b.
 SHARES = (0.0, 0.08, 0.17, 0.25, 0.5, 0.625, 0.75, 0.875, 0.95, 1.0)
 LOW = (0.0, 0.41, 0.62, 0.735, 0.882, 0.914, 0.942, 0.972, 0.989, 1.0)
 HIGH = (0.0, 0.50, 0.69, 0.792, 0.951, 0.968, 0.979, 0.990, 0.996, 1.0)

@@ -7,7 +7,7 @@ some of the cold experts cross the link first: as many as end the layer soonest,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,7 +117,7 @@ PORTABLE = Hardware(
     device_pair=2.1,
 )
 
-# In-stream, with the stream lane. From the 78 clocked runs of the grid (docs/memory-plan.md: H200, 16 cores, planted
+# In-stream, with the stream lane. From the 78 clocked runs of the grid's session (docs/memory-plan.md: H200, 16 cores, planted
 # Qwen3-30B-A3B Q4_K_M; budgets of 8 to 50 %, 4 to 16 threads, 1 to 5 tokens a step), least squares of relative errors.
 
 #: µs of a layer beside its experts, less what its dense weights take: 43.8 with one token, 57 with three, 76 with 4.6.
@@ -197,11 +197,15 @@ def portable(name: str, expert_bytes: int, *, cpu_read: float, link: float, devi
     )
 
 
-#: The machine and model of the grid, for the simulator: 16 threads, rates as that run measured them (`bandwidths`).
-H200 = in_stream(
-    "H200, 16 cores, Qwen3-30B-A3B Q4_K_M, in-stream",
-    2_857_000,
-    cpu_read=139e9,
-    link=48.4e9,
-    device_read=4.46e12,
+#: The machine and model of the grid, for the simulator: 16 threads, rates as that run measured them (`bandwidths`), and what
+#: 0.82 GB of dense weights take of each layer.
+H200 = replace(
+    in_stream(
+        "H200, 16 cores, Qwen3-30B-A3B Q4_K_M, in-stream",
+        2_857_000,
+        cpu_read=139e9,
+        link=48.4e9,
+        device_read=4.46e12,
+    ),
+    between=REST + 1e6 * 0.82e9 / 4.46e12 / 48,
 )

@@ -18,7 +18,7 @@ from moespac_llamacpp.estimate import estimate, pace_of, seconds_of_step
 from moespac_llamacpp.machine import cache_folder
 from moespac_llamacpp.memory import slots_for_bytes, slots_for_time
 from moespac_llamacpp.plan import Block, Footprint, Place, Wishes, make
-from moespac_llamacpp.profile import Profile, load, path_of, save
+from moespac_llamacpp.profile import Profile, known, load, path_of, save
 from pair import TARGET
 from test_errors import LOADED, REPO
 
@@ -115,6 +115,15 @@ def test_a_profile_is_kept_by_device_and_a_broken_one_is_as_none(tmp_path: Path)
     for text in ("", "{", "[]", "{}", *numbers):
         path.write_text(text)
         assert load(path.parent, H200.device) is None
+
+
+def test_fewer_threads_are_expected_to_read_less_and_more_of_them_no_more(tmp_path: Path) -> None:
+    home = {"XDG_CACHE_HOME": str(tmp_path)}
+    save(H200, cache_folder(home))
+    assert known(H200.device, home) == known(H200.device, home, 16) == known(H200.device, home, 99) == H200
+    eight = known(H200.device, home, 8)
+    assert eight and eight.threads == 8
+    assert eight.cpu_read / H200.cpu_read == pytest.approx(84.3 / 139.3, abs=0.02)  # the grid's `bandwidths`
 
 
 def test_the_cache_folder_follows_the_standard() -> None:
