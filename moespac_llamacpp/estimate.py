@@ -74,15 +74,14 @@ def hits_of(blocks: Sequence[Block], slots: Sequence[int]) -> tuple[Hits, Hits]:
 
 def seconds_of_step(plan: Plan, profile: Profile, hits: ArrayLike, *, in_stream: bool, n_tokens: float = 1) -> float:
     """Of a decode of n_tokens. hits: of the pairs of each block, or of all."""
-    target = plan.target
+    target, machine = plan.target, _hardware(profile, 1, in_stream)
     if plan.place.gpu:
         layers = seconds_of_layers(plan.blocks, plan.slots, hits, profile, in_stream=in_stream, n_tokens=n_tokens)
-        machine = _hardware(profile, 1, in_stream)
         return layers + machine.step_us(n_tokens) / 1e6 + target.weights / profile.device_read
     experts = sum(_distinct(block, n_tokens) * block.expert_bytes for block in plan.blocks)
     n_layers = sum(block.n_expert > 0 for block in plan.blocks)
-    fixed = _hardware(profile, 1, in_stream).rest_us(n_tokens) / 1e6
-    return n_layers * fixed + (target.host_weights + experts) / profile.cpu_read  # both lanes read the same memory
+    fixed = (n_layers * machine.rest_us(n_tokens) + machine.step_us(n_tokens)) / 1e6
+    return fixed + (target.host_weights + experts) / profile.cpu_read  # both lanes read the same memory
 
 
 def seconds_of_layers(

@@ -15,6 +15,7 @@ from moespac_llamacpp.estimate import hits_of, seconds_of_layers
 from moespac_llamacpp.hardware import H200, Hardware, Work
 from moespac_llamacpp.plan import Block
 from moespac_llamacpp.profile import Profile
+from moespac_llamacpp.residency import STREAM_EXPERTS
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO / "scripts"))
@@ -152,6 +153,10 @@ def test_streaming_never_makes_a_layer_slower() -> None:
     assert (with_lane >= replace(H200, link_bytes=2 * H200.link_bytes).experts_us(work)).all()
     assert (with_lane >= H200.experts_us(replace(work, free=work.free + 1))).all()
     assert (with_lane < replace(H200, streams=0).experts_us(work)).any()
+
+
+def test_as_many_experts_may_stream_as_live() -> None:
+    assert H200.streams == STREAM_EXPERTS
 
 
 def test_a_machine_without_a_link_streams_nothing() -> None:

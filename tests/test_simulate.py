@@ -259,7 +259,7 @@ def test_the_command_prints_a_table_or_json(plain_trace: Path, capsys: pytest.Ca
 def test_policies_import_neither_ctypes_nor_llama_cpp() -> None:
     """The objects must run where no native library is."""
     package = Path(simulate.__file__).parent
-    for name in ("planning", "utility", "balancer", "spac", "rivals", "policies", "simulate"):
+    for name in ("planning", "utility", "balancer", "spac", "rivals", "policies", "hardware", "simulate"):
         lines = (package / f"{name}.py").read_text(encoding="utf-8").splitlines()
         imports = [line.split()[1] for line in lines if line.lstrip().startswith(("import ", "from "))]
         assert not [
