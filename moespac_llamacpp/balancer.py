@@ -44,7 +44,7 @@ TINY = 1e-10  # seconds; a cost of nothing could never rise in proportion
 class Rates:
     """Seconds of work. Start values are replaced by what running shows: `track_*` (EWMA by `gain`).
 
-    The defaults are the H200 figures of docs/performance.md (see simulate.H200): start values only."""
+    The defaults are the H200 figures of docs/performance.md (see hardware.PORTABLE): start values only."""
 
     cpu_expert: float = 27.0e-6
     cpu_pair: float = 2.3e-6

@@ -238,7 +238,8 @@ def plan_of(options: Options, device: native.Device) -> Plan:
         context=context_fields(options.flash_attn, options.cache_type_k, options.cache_type_v),
     )
     wishes = Wishes(size_of(options.vram), size_of(options.expert_budget), options.cache_share)
-    return plan_pair(pair, device, wishes, profile=known(f"{device.name} {device.description}", os.environ))
+    profile = known(f"{device.name} {device.description}", os.environ, options.n_threads)
+    return plan_pair(pair, device, wishes, profile=profile)
 
 
 def size_of(size: str | int | None) -> int | None:

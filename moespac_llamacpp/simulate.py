@@ -3,8 +3,8 @@
     python -m moespac_llamacpp.simulate TRACE --policy moe-spac --cache-share 0.25 --batch 4
 
 Two kinds of trace: with `step` and `accepted` (verify batches as they were decoded, see `load`), and plain sequences of
-tokens, which are cut into batches of n consecutive ones. Predicted times come from a coarse model of one machine
-(`Hardware`), not from a run.
+tokens, which are cut into batches of n consecutive ones. Predicted times come from a model of one machine (hardware.py),
+not from a run; experts that cross the link in mid-decode take their time there, but their place only by the policy's moves.
 
 When moves land (`Landing`), as residency.py does it:
 
@@ -20,7 +20,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 from zipfile import BadZipFile
@@ -29,87 +29,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moespac_llamacpp import policies, slots
+from moespac_llamacpp.hardware import H200, Hardware, Work
 from moespac_llamacpp.planning import Batch, Limits, Policy, Table, plan_moves
 from moespac_llamacpp.spac import MoeSpac
 
 Landing = Literal["same", "next"]
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """Times in microseconds per layer. A decode of n tokens takes, for each layer,
-
-        between + launch + max(cold experts · cpu_expert + cold pairs · cpu_pair, device + hot pairs · device_pair)
-
-    (between and launch grow by their *_token for each token after the first), and never less than its moves take on the link.
-    """
-
-    name: str
-    expert_bytes: int
-    link_bytes: float  # a second
-    between: float
-    between_token: float
-    launch: float
-    launch_token: float
-    cpu_expert: float
-    cpu_pair: float
-    device: float
-    device_pair: float
-
-    def step_ms(
-        self,
-        n_tokens: int,
-        cold_experts: Table,
-        cold_pairs: Table,
-        hot_pairs: Table,
-        n_moves: int,
-        *,
-        sync_moves: bool = False,
-    ) -> float:
-        """cold_experts, cold_pairs, hot_pairs: [n_rows]. sync_moves: the ablation in which a step waits for its moves."""
-        fixed = self.between + self.launch + (n_tokens - 1) * (self.between_token + self.launch_token)
-        cpu = cold_experts * self.cpu_expert + cold_pairs * self.cpu_pair
-        device = np.where(hot_pairs > 0, self.device + hot_pairs * self.device_pair, 0)
-        compute = float(len(cpu) * fixed + np.maximum(cpu, device).sum()) / 1e3
-        link = 1e3 * n_moves * self.expert_bytes / self.link_bytes
-        return compute + link if sync_moves else max(compute, link)
-
-
 def read_hardware(path: Path) -> Hardware:
-    """A profile from a JSON file with the fields of Hardware. ValueError with the sentence for the user."""
+    """A profile from a JSON file with the fields of Hardware; those with a default may be missing. ValueError with the sentence
+    for the user."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a JSON file: {error}") from error
     names = [f.name for f in fields(Hardware)]
-    if not isinstance(given, dict) or set(given) != set(names):
+    needed = {f.name for f in fields(Hardware) if f.default is MISSING}
+    if not isinstance(given, dict) or not needed <= set(given) <= set(names):
         raise ValueError(f"{path}: a hardware profile has exactly these fields: {', '.join(names)}")
-    for name in names[1:]:
+    for name in set(given) - {"name"}:
         value = given[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
             raise ValueError(f"{path}: {name} is {value!r}, it must be a number, 0 or more")
     if not given["expert_bytes"] or not given["link_bytes"]:
         raise ValueError(f"{path}: expert_bytes and link_bytes must be above 0")
-    return Hardware(**{**given, "name": str(given["name"]), "expert_bytes": int(given["expert_bytes"])})
-
-
-# One H200 and 16 cores, the portable execution, a planted Qwen3-30B-A3B Q4_K_M (docs/performance.md): `between`, `launch` from
-# its per-layer times at n = 1 and 9; the CPU's from the runs without slots (13.6 ms at n = 1, 45.8 at 8: 2.7 MB at 100
-# GB/s, and 2.3 µs a pair); the device's from the runs with all experts resident (8.2 ms at n = 1, 19 at 9); the link 46
-# GB/s (pinned copies). Checked against 25 % resident (n = 1, 8, 9: 8.2, 20.3, 21.1 ms measured): within 12 %, on the low side.
-H200 = Hardware(
-    name="H200, 16 cores, Qwen3-30B-A3B Q4_K_M, portable execution",
-    expert_bytes=2_700_000,
-    link_bytes=46e9,
-    between=105.0,
-    between_token=13.4,
-    launch=21.0,
-    launch_token=2.1,
-    cpu_expert=27.0,
-    cpu_pair=2.3,
-    device=32.0,
-    device_pair=2.1,
-)
+    whole = {name: int(given[name]) for name in ("expert_bytes", "streams") if name in given}
+    return Hardware(**{**given, "name": str(given["name"]), **whole})
 
 
 @dataclass(frozen=True)
@@ -286,7 +231,7 @@ def replay(
             present = resident.copy()
             present[[m.row for m in moves], [m.expert for m in moves]] = False
         if step.measured:
-            tally.add(batch, present, len(moves), hardware, sync_moves)
+            tally.add(batch, present, limits.n_slots, len(moves), hardware, sync_moves)
         if resplit and n % slots.EVERY == 0 and isinstance(policy, MoeSpac):
             limits = follow_demand(policy, resident, limits, n)
         if late:
@@ -307,7 +252,15 @@ class Tally:
     expert_hits: int = 0
     ms: float = 0.0
 
-    def add(self, batch: Batch, present: NDArray[np.bool_], n_moves: int, hardware: Hardware, sync: bool) -> None:
+    def add(
+        self,
+        batch: Batch,
+        present: NDArray[np.bool_],
+        n_slots: NDArray[np.int32],
+        n_moves: int,
+        hardware: Hardware,
+        sync: bool,
+    ) -> None:
         used = batch.counts > 0
         row_pairs, row_hits = batch.counts.sum(axis=1), np.where(present, batch.counts, 0).sum(axis=1)
         row_used, row_found = used.sum(axis=1), (used & present).sum(axis=1)
@@ -317,8 +270,9 @@ class Tally:
         self.pair_hits += int(row_hits.sum())
         self.experts += int(row_used.sum())
         self.expert_hits += int(row_found.sum())
-        cold_experts, cold_pairs = row_used - row_found, row_pairs - row_hits
-        self.ms += hardware.step_ms(batch.n_tokens, cold_experts, cold_pairs, row_hits, n_moves, sync_moves=sync)
+        cold_experts, cold_pairs, free = row_used - row_found, row_pairs - row_hits, n_slots - row_found
+        work = Work(batch.n_tokens, cold_experts, cold_pairs, row_found, row_hits, free)
+        self.ms += hardware.step_ms(work, n_moves, sync_moves=sync)
 
     def result(self) -> Replay:
         n = self.n_steps

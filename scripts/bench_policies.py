@@ -18,8 +18,9 @@ import numpy as np
 
 from moespac_llamacpp import policies, simulate
 from moespac_llamacpp.balancer import Rates
+from moespac_llamacpp.hardware import PORTABLE, Hardware
 from moespac_llamacpp.planning import Policy
-from moespac_llamacpp.simulate import H200, Hardware, Landing, Replay, Step
+from moespac_llamacpp.simulate import Landing, Replay, Step
 from moespac_llamacpp.spac import MoeSpac
 from moespac_llamacpp.utility import TokenMemory
 
@@ -30,9 +31,11 @@ SHARES = (0.08, 0.17, 0.25, 0.50)
 BATCHES = (1, 2, 4, 8)
 
 #: What-if: the H200's machine with a link of PCIe 3.0 x16 as it is commonly measured. Nothing else of it is known.
-SLOW_LINK = replace(H200, name="as the H200, but a link of 12 GB/s (assumed)", link_bytes=12e9)
+SLOW_LINK = replace(PORTABLE, name="as the H200, but a link of 12 GB/s (assumed)", link_bytes=12e9)
 #: What-if: a device that takes ten times as long for a pair, as a small integrated GPU might.
-SLOW_DEVICE = replace(H200, name="as the H200, but a device ten times slower (assumed)", device=60.0, device_pair=21.0)
+SLOW_DEVICE = replace(
+    PORTABLE, name="as the H200, but a device ten times slower (assumed)", device=60.0, device_pair=21.0
+)
 
 Rows = list[dict[str, object]]
 
@@ -73,7 +76,7 @@ def comparison(job: Job, steps: Sequence[Step]) -> Rows:
     for share in SHARES:
         labels = job.labels(steps, share)
         cap = int(str(labels["max_moves"]))
-        for r in simulate.simulate(steps, policies.NAMES, share, cap, landing=job.landing):
+        for r in simulate.simulate(steps, policies.NAMES, share, cap, hardware=PORTABLE, landing=job.landing):
             numbers = figures(Replay(r.n_steps, r.pair_hit, r.expert_hit, r.moves_per_step, r.predicted_ms))
             bound = {"clairvoyant_pair_hit": round(r.clairvoyant_pair_hit, 2)}
             rows.append(labels | {"policy": r.policy} | numbers | bound)
@@ -98,7 +101,7 @@ def ablation(job: Job, steps: Sequence[Step]) -> Rows:
         labels = job.labels(steps, share)
         n_slots, cap = max(1, round(share * n_expert)), int(str(labels["max_moves"]))
         silent = [replace(s, batch=replace(s.batch, tokens=None)) for s in steps]
-        for hardware in (H200, SLOW_LINK, SLOW_DEVICE):
+        for hardware in (PORTABLE, SLOW_LINK, SLOW_DEVICE):
 
             def play(
                 policy: MoeSpac,

@@ -7,7 +7,7 @@
 
 A row holds the tokens since the row before: 1 … 64, 65 … 128, and so on in powers of two, then what is left. A trace is replayed:
 the verify batches that it holds, else single tokens, at most 2 % of all experts moving in a step; the rate is that of the
-simulator's machine."""
+portable execution on an H200 (hardware.PORTABLE)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from moespac_llamacpp import policies, simulate
+from moespac_llamacpp.hardware import PORTABLE
 
 FIRST = 64
 
@@ -70,6 +71,7 @@ def replayed(path: Path, policy: str, share: float) -> Rows:
             policies.make(policy, n_rows, n_expert, profile=profile),
             n_slots,
             cap,
+            hardware=PORTABLE,  # as in docs/policies.md
             landing="next" if single else "same",
             resplit=True,
         )

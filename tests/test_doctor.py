@@ -14,11 +14,11 @@ import pytest
 
 from moespac_llamacpp import native
 from moespac_llamacpp.commands import doctor
-from moespac_llamacpp.estimate import estimate, pace_of, seconds_of_token
+from moespac_llamacpp.estimate import estimate, pace_of, seconds_of_step
 from moespac_llamacpp.machine import cache_folder
 from moespac_llamacpp.memory import slots_for_bytes, slots_for_time
 from moespac_llamacpp.plan import Block, Footprint, Place, Wishes, make
-from moespac_llamacpp.profile import Profile, load, path_of, save
+from moespac_llamacpp.profile import Profile, known, load, path_of, save
 from pair import TARGET
 from test_errors import LOADED, REPO
 
@@ -117,6 +117,15 @@ def test_a_profile_is_kept_by_device_and_a_broken_one_is_as_none(tmp_path: Path)
         assert load(path.parent, H200.device) is None
 
 
+def test_fewer_threads_are_expected_to_read_less_and_more_of_them_no_more(tmp_path: Path) -> None:
+    home = {"XDG_CACHE_HOME": str(tmp_path)}
+    save(H200, cache_folder(home))
+    assert known(H200.device, home) == known(H200.device, home, 16) == known(H200.device, home, 99) == H200
+    eight = known(H200.device, home, 8)
+    assert eight and eight.threads == 8
+    assert eight.cpu_read / H200.cpu_read == pytest.approx(84.3 / 139.3, abs=0.02)  # the grid's `bandwidths`
+
+
 def test_the_cache_folder_follows_the_standard() -> None:
     assert cache_folder({"XDG_CACHE_HOME": "/x"}) == Path("/x/moespac")
     assert cache_folder({"XDG_CACHE_HOME": "relative"}) == cache_folder({}) == Path.home() / ".cache" / "moespac"
@@ -130,7 +139,7 @@ QWEN = Footprint(4096, 40960, weights=900_000_000, host_weights=300_000_000, exp
 def test_the_estimate_is_near_what_was_measured() -> None:
     """docs/performance.md: 8.2 ms a token with a quarter of the experts (88 % hits there), 13.6 without slots."""
     quarter = estimate(make(PLACE, QWEN, BLOCKS, None, Wishes(share=0.25)), H200, in_stream=False)
-    assert quarter.hits == pytest.approx((0.776, 0.792)) and quarter.describe().startswith("78 to 79 % of the ")
+    assert quarter.hits == pytest.approx((0.735, 0.792)) and quarter.describe().startswith("74 to 79 % of the ")
     assert replace(quarter, hits=(0.54, 0.54), tps=(8.04, 8.04)).describe().startswith("54 % of the routed experts res")
     assert 1 / 0.0082 * 0.85 < quarter.tps[0] <= quarter.tps[1] < 1 / 0.0082 * 1.15
     none = estimate(make(PLACE, QWEN, BLOCKS, None, Wishes(share=0.0)), H200, in_stream=False)
@@ -139,10 +148,12 @@ def test_the_estimate_is_near_what_was_measured() -> None:
 
 
 def test_the_estimate_in_stream_is_near_what_was_measured() -> None:
-    """docs/performance.md: 122 TPS with a quarter of the experts (76 % hits there), 245 with all, 8 experts a token."""
+    """docs/performance.md, another session than the estimate was made from: 129 TPS with a quarter of the experts (77 % hits
+    there), 8 experts a token, 16 threads that read 129 GB/s; and 260 with all of them, of the grid."""
     blocks = [Block(128, 2_857_000, True, il, 8) for il in range(48)]
-    for share, hit, tps in ((0.25, 0.76, 122.4), (1.0, 1.0, 245.1)):
-        seconds = seconds_of_token(make(PLACE, QWEN, blocks, None, Wishes(share=share)), H200, hit, in_stream=True)
+    for share, hit, tps in ((0.25, 0.77, 129.1), (1.0, 1.0, 260.2)):
+        plan = make(PLACE, QWEN, blocks, None, Wishes(share=share))
+        seconds = seconds_of_step(plan, replace(H200, cpu_read=129e9, link=48.4e9), hit, in_stream=True)
         assert 0.8 * tps < 1 / seconds < 1.2 * tps
 
 
@@ -180,15 +191,18 @@ def test_whole_layers_are_never_expected_to_be_slower(profile: Profile, in_strea
         seconds.append(sum(pace(slots)))
         n_whole.append(slots.count(128))
     assert all(a >= b for a, b in pairwise(seconds)), "more bytes are not expected to be slower"
-    assert n_whole[:9] == [0] * 9, "where experts are scarce they are shared out"
+    scarce = 11 if in_stream else 6  # up to 50 %, 25 %: two waits for the device weigh more than a cold expert
+    assert n_whole[:scarce] == [0] * scarce, "where experts are scarce they are shared out"
     assert n_whole[19] > 40 and n_whole[20] == 48
 
 
-def test_a_whole_layer_saves_what_was_measured() -> None:
-    """docs/performance.md, everything resident: llama.cpp's own path writes 281.5 TPS."""
+def test_whole_layers_save_what_was_measured() -> None:
+    """docs/performance.md, everything resident: 0.87 of llama.cpp before layers could be whole, 0.99 since."""
     plan = make(PLACE, QWEN, EIGHT, None, Wishes(share=1.0))
     assert plan.n_whole == 48
-    assert 1 / seconds_of_token(plan, H200, 1.0, in_stream=True) == pytest.approx(281.5, rel=0.05)
+    not_whole = replace(plan, slots=[127] * 48)
+    whole, others = (seconds_of_step(p, H200, 1.0, in_stream=True) for p in (plan, not_whole))
+    assert whole / others == pytest.approx(0.87 / 0.99, abs=0.03)
 
 
 def test_the_plan_has_whole_layers_where_that_is_expected_to_be_faster() -> None:

@@ -280,7 +280,7 @@ def test_loading_makes_whole_what_the_plan_says(monkeypatch: pytest.MonkeyPatch)
     device = native.cpu_device()
     place = replace(place_of(device), gpu=True, free=GIB, total=GIB)
     monkeypatch.setattr("moespac_llamacpp.planner.place_of", lambda device: place)
-    monkeypatch.setattr("moespac_llamacpp.engine.known", lambda device, environment: FAST)
+    monkeypatch.setattr("moespac_llamacpp.engine.known", lambda device, environment, threads: FAST)
     budget = plan_pair(Pair(TARGET, n_ctx=256), device, Wishes(share=0.9)).slot_bytes
     plan = plan_pair(Pair(TARGET, n_ctx=256), device, Wishes(expert_bytes=budget), profile=FAST)
     assert 0 < plan.n_whole < 6 and plan.slot_bytes <= budget

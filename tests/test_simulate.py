@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from moespac_llamacpp import simulate
+from moespac_llamacpp.hardware import PORTABLE, Hardware, Work
 from moespac_llamacpp.policies import NAMES, Batch, Decayed, Limits, Move, Static, make
-from moespac_llamacpp.simulate import Clairvoyant, Hardware, Step, load, replay
+from moespac_llamacpp.simulate import Clairvoyant, Step, load, replay
 
 PLAIN = Hardware(
     name="round numbers",
@@ -227,7 +228,8 @@ def test_the_profile_gives_the_step_times_that_were_measured() -> None:
     def ms(n: int, experts: float, hit_pairs: float) -> float:
         """`experts` distinct ones a layer and 6 n pairs, of which the share hit_pairs hits."""
         cold = 6 * n * (1 - hit_pairs)
-        return simulate.H200.step_ms(n, ones * experts, ones * cold, ones * (6 * n - cold), 0)
+        hot = 6 * n - cold
+        return PORTABLE.step_ms(Work(n, ones * experts, ones * cold, ones * hot, ones * hot, ones), 0)
 
     assert ms(1, 6, 0) == pytest.approx(13.6, rel=0.15)
     assert ms(8, 3.93 * 6, 0) == pytest.approx(45.8, rel=0.15)
@@ -257,7 +259,7 @@ def test_the_command_prints_a_table_or_json(plain_trace: Path, capsys: pytest.Ca
 def test_policies_import_neither_ctypes_nor_llama_cpp() -> None:
     """The objects must run where no native library is."""
     package = Path(simulate.__file__).parent
-    for name in ("planning", "utility", "balancer", "spac", "rivals", "policies", "simulate"):
+    for name in ("planning", "utility", "balancer", "spac", "rivals", "policies", "hardware", "simulate"):
         lines = (package / f"{name}.py").read_text(encoding="utf-8").splitlines()
         imports = [line.split()[1] for line in lines if line.lstrip().startswith(("import ", "from "))]
         assert not [

@@ -31,7 +31,7 @@ def plan_command(
         options = settle(load)
         plan = plan_of(options, device)
         drafter = draft_path(options) if draft_kind(options) == "model" else None
-    profile = known(f"{device.name} {device.description}", os.environ)
+    profile = known(f"{device.name} {device.description}", os.environ, options.n_threads)
     in_stream = runs_in_stream(device, options.execution)
     expected = estimate(plan, profile, in_stream=in_stream) if profile else None
     if json:
