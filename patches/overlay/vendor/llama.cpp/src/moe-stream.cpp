@@ -970,6 +970,25 @@ void moe_stream::drop_stale_victims() {
     }
 }
 
+// Of several ubatches nobody knows in which one an expert left. Of one it was before the row chose, or it was not chosen.
+void moe_stream::changes(const moe_layer & l, std::vector<bool> & came, std::vector<bool> & left) const {
+    std::fill(came.begin(), came.end(), false);
+    std::fill(left.begin(), left.end(), false);
+    for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
+        const ggml_moe_stream_victim & told = client->channel.victims_told[(size_t) l.block.row*GGML_MOE_STREAM_MAX_VICTIMS + v];
+        if (told.slot < 0) {
+            continue;
+        }
+        const int32_t held = l.slots.slots[told.slot].expert;
+        if (n_ubatches == 1 && held >= 0) {
+            left[held] = true;
+        }
+        if (told.expert >= 0) {
+            came[told.expert] = true; // perhaps the same one
+        }
+    }
+}
+
 void moe_stream::adopt() {
     if (!lane_is_used()) {
         return;
@@ -1011,7 +1030,6 @@ void moe_stream::settle() {
             }
             if (told.slot >= 0 && l->slots.slots[told.slot].expert != told.expert) {
                 st.residency->replace(l->slots, told.slot, told.expert);
-                l->perf.n_streamed_pairs += counts && told.expert >= 0 ? st.log.counts[(size_t) row*st.log.n_expert + told.expert] : 0;
                 map_dirty = true;
             }
             told = { -1, -1 };

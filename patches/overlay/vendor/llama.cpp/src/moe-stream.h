@@ -51,6 +51,7 @@ public:
     void set_streaming(int max_experts, bool always);  // of a layer in a decode; always: also where the rates speak against it
     void set_look_ahead(int max_experts, float wrong); // of a layer, before it begins; wrong: share of guesses that are spoilt
     void set_values(const float * values);             // [n_rows][n_expert]: residents of low value make room. From any thread
+    void changes(const moe_layer & l, std::vector<bool> & came, std::vector<bool> & left) const; // of a row, by the decode; before adopt
     void adopt();                                      // after a decode: what was streamed is resident
     void settle();                                     // the same, also in the middle of one: before layers that look at the host's map
     bool streams(const moe_layer & l) const;
