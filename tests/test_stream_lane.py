@@ -520,6 +520,21 @@ def test_no_layer_is_said_to_have_computed_less_than_nothing(streaming: Callable
     assert (sample.cold_experts >= 0).all() and (sample.cold_pairs >= 0).all()
 
 
+def test_another_execution_and_back_changes_no_setting(streaming: Callable[..., Attached]) -> None:
+    a = streaming(most=1, ahead=1)
+    a.experts.set_execution("portable")
+    a.experts.set_execution("in-stream")
+    step(a, 1, 1)
+    assert a.experts.perf_total().n_streamed_experts > 0 < a.experts.perf_total().n_ahead_experts
+    a.experts.set_execution("portable")
+    a.experts.set_streaming(0)
+    a.experts.set_look_ahead(0)
+    a.experts.set_execution("in-stream")
+    a.experts.reset_perf()
+    step(a, 1, 2)
+    assert a.experts.perf_total().n_streamed_experts == 0 == a.experts.perf_total().n_ahead_experts
+
+
 def decode_two(a: Attached, seed: int) -> Array:
     """3 tokens of one sequence and 60 of another in one batch."""
     a.ctx.clear()
