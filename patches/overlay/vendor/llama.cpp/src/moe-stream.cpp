@@ -775,21 +775,28 @@ void moe_stream::begin_ubatch(int n_tokens) {
 void moe_stream::launched(const std::vector<int> & rows) {
     constexpr int LATE = 4; // a nap ends some 60 µs late: the layers left must take longer than that
     late_row = api && (int) rows.size() >= 2*LATE ? rows[rows.size() - LATE] : -1;
+    slept_since = 0;
 }
 
-// It ends when the row has run, or something failed, or it takes unusually long (an eval callback may have stopped the graph).
+bool moe_stream::late_row_ran() const {
+    return __atomic_load_n(&client->channel.clock[late_row*4 + 2], __ATOMIC_ACQUIRE) != clock_before[late_row];
+}
+
+// It ends when the row has run, or something failed, or it takes unusually long (an eval callback may have stopped the graph). Only in the
+// first case it is certain that the stream has read what upload_control gave it: the victims may be chosen anew.
 void moe_stream::sleep_through() {
     if (!running || late_row < 0) {
         return;
     }
-    const ggml_moe_stream_channel & ch = client->channel;
-    const int64_t t0    = moe_now_us();
-    const int64_t limit = t0 + (slept_us == 0 ? 20000 : std::max((int64_t) 5000, 4*slept_us));
-    while (__atomic_load_n(&ch.clock[late_row*4 + 2], __ATOMIC_ACQUIRE) == clock_before[late_row] &&
-            __atomic_load_n(ch.failed, __ATOMIC_ACQUIRE) == GGML_MOE_STREAM_OK && moe_now_us() < limit) {
+    slept_since = moe_now_us();
+    const int64_t limit = slept_since + (slept_us == 0 ? 20000 : std::max((int64_t) 5000, 4*slept_us));
+    while (!late_row_ran() && __atomic_load_n(client->channel.failed, __ATOMIC_ACQUIRE) == GGML_MOE_STREAM_OK && moe_now_us() < limit) {
         std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
-    slept_us = moe_now_us() - t0;
+    if (!late_row_ran()) {
+        return;
+    }
+    slept_us = moe_now_us() - slept_since;
     late_row = -1;
     if (lane_is_used()) {
         choose_victims();
@@ -804,6 +811,10 @@ bool moe_stream::end_decode(std::string & failure) {
     }
     running = false;
     pool->leave(*client);
+    if (late_row >= 0 && slept_since > 0 && late_row_ran()) { // it was slow, but nothing stopped it
+        slept_us = moe_now_us() - slept_since;
+    }
+    late_row = -1;
     const ggml_moe_stream_channel & ch = client->channel;
     switch (__atomic_load_n(ch.failed, __ATOMIC_ACQUIRE)) {
         case GGML_MOE_STREAM_OK:

@@ -69,6 +69,7 @@ private:
     int  chunk_of(const moe_layer & l) const; // tokens that the layer's products take at once
     ggml_tensor * hot(const llm_graph_context & g, const moe_layer & l, ggml_tensor * x, ggml_tensor * published, int t0, int n) const;
     void upload_control(int n_tokens);
+    bool late_row_ran() const;
     bool lane_is_used() const { return max_streamed > 0 || max_ahead > 0; }
     void choose_victims();
     void drop_stale_victims();
@@ -86,7 +87,8 @@ private:
     int  device_index = 0;                     // of dev in its registry
     int  n_cores = 1;
     int  late_row = -1;                        // of those launched, a few before the last; -1: there is nothing to wait for
-    int64_t slept_us = 0;                      // the last time
+    int64_t slept_us = 0;                      // the last time that the row ran
+    int64_t slept_since = 0;                   // in the decode under way; 0: nobody has waited yet
     std::vector<uint64_t> clock_before;        // [n_rows] when each row's join ended before the launch
     bool map_dirty = true;
     bool running   = false;                    // in the decode under way
