@@ -752,7 +752,7 @@ void moe_stream::begin_ubatch(int n_tokens) {
                 chosen = victims_chosen;
                 victims_chosen = false;
             }
-            chosen ? drop_stale_victims() : choose_victims();
+            chosen ? drop_stale_victims() : choose_victims(false);
         }
         if (map_dirty || lane_is_used()) {
             upload_control(n_tokens);
@@ -799,9 +799,7 @@ void moe_stream::sleep_through() {
     slept_us = moe_now_us() - slept_since;
     late_row = -1;
     if (lane_is_used()) {
-        choose_victims();
-        std::lock_guard<std::mutex> lock(values_mutex);
-        victims_chosen = true;
+        choose_victims(true);
     }
 }
 
@@ -935,8 +933,9 @@ void moe_stream::set_values(const float * v) {
     victims_chosen = false;
 }
 
-// Of each layer the residents of least value, of equal ones those that were used longest ago.
-void moe_stream::choose_victims() {
+// Of each layer the residents of least value, of equal ones those that were used longest ago. for_next: for the next decode, unless other
+// values are given until then.
+void moe_stream::choose_victims(bool for_next) {
     struct candidate {
         float   value;
         int64_t used;
@@ -948,6 +947,7 @@ void moe_stream::choose_victims() {
     };
     std::vector<candidate> found;
     std::lock_guard<std::mutex> lock(values_mutex);
+    victims_chosen = for_next;
     for (const moe_layer * l : st.rows) {
         if (!l || client->blocks[l->block.row].row < 0 || client->publish_nodes[l->block.row].n_parts == 0) {
             continue;

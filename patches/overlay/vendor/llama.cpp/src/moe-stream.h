@@ -71,7 +71,7 @@ private:
     void upload_control(int n_tokens);
     bool late_row_ran() const;
     bool lane_is_used() const { return max_streamed > 0 || max_ahead > 0; }
-    void choose_victims();
+    void choose_victims(bool for_next);
     void drop_stale_victims();
     void forget_victims();
     void give_router(ggml_moe_stream_node & node, const moe_block & b) const;
