@@ -1019,6 +1019,7 @@ void moe_stream::settle() {
     }
     if (running) {
         ggml_backend_synchronize(st.backend_of(dev));
+        n_ubatches++; // as if there had been another: what the counters tell of the decode is lost, and with it what can be learned
     }
     const ggml_moe_stream_channel & ch = client->channel;
     for (moe_layer * l : st.rows) {
