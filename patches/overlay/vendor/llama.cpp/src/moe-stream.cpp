@@ -1120,6 +1120,7 @@ float moe_stream::expert_bytes_mean() const {
 // tell how long the rest takes.
 void moe_stream::learn_ahead(int n_tokens) {
     constexpr float    GAIN   = 0.2f;
+    constexpr float    FORGET = 0.95f;
     constexpr uint64_t MARGIN = 4000; // ns from the look-ahead's end until publish can begin
     const ggml_moe_stream_channel & ch = client->channel;
     double us_rest_sum = 0, us_until_end = 0, us_link = 0, bytes = 0;
@@ -1155,6 +1156,8 @@ void moe_stream::learn_ahead(int n_tokens) {
     };
     if (n_rest > 0) {
         follow(us_rest[n_tokens], us_rest_sum/n_rest);
+    } else if (n > 0) { // every layer waited: what was measured may be of a longer context, and would never be measured again
+        us_rest[n_tokens] *= FORGET;
     }
     if (n > 0 && us_rest[n_tokens] > 0) {
         follow(us_ahead[n_tokens], us_until_end/n + us_rest[n_tokens]);
