@@ -19,6 +19,7 @@ static_assert(GGML_MOE_STREAM_MAX_PARTS >= MOE_N_PARTS, "a node names all parts 
 
 static constexpr float US_REQUEST = 12.0f; // until the pool has begun, and until the device knows that it has ended
 static constexpr float AGAIN      = 0.08f; // what a further token of an expert costs, over the first (Q4_K; docs/kernels.md)
+static constexpr float AHEAD_RIGHT = 0.8f; // share of the look-ahead's guesses, until it is measured
 static constexpr float US_POOL_BYTE = 1.0f/60000, US_LINK_BYTE = 1.0f/40000; // until they are measured: 60 and 40 GB/s
 
 //
@@ -589,7 +590,7 @@ bool moe_stream::init(std::string & error) {
     us_hot  .assign(MAX_TOKENS + 1, 0.0f);
     us_rest .assign(MAX_TOKENS + 1, 0.0f);
     us_ahead.assign(MAX_TOKENS + 1, 0.0f);
-    ahead_right.assign(MAX_TOKENS + 1, 0.8f);
+    ahead_right.assign(MAX_TOKENS + 1, AHEAD_RIGHT);
     us_pool_byte  = US_POOL_BYTE;
     us_link_byte  = US_LINK_BYTE;
     us_ahead_byte = US_LINK_BYTE;
@@ -913,6 +914,9 @@ void moe_stream::set_streaming(int max_experts, bool always) {
 }
 
 void moe_stream::set_look_ahead(int max_experts, float wrong) {
+    if (wrong != ahead_wrong) { // how many were right says nothing of the guesses to come
+        std::fill(ahead_right.begin(), ahead_right.end(), AHEAD_RIGHT);
+    }
     max_ahead   = max_experts;
     ahead_wrong = wrong;
     forget_victims();
