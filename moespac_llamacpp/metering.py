@@ -84,5 +84,7 @@ class Meter:
         self._last = now
         calls, cold, cold_pairs, hot, hot_pairs, in_time, ahead, streamed_pairs = delta[:8]
         streamed = in_time + ahead  # missed its slot, but it was the device that computed it
-        work = (calls, cold - streamed, cold_pairs - streamed_pairs, hot + streamed, hot_pairs + streamed_pairs)
+        # of several ubatches in one decode an expert may have crossed the link that is not known to have been missing
+        on_cpu = (np.maximum(cold - streamed, 0.0), np.maximum(cold_pairs - streamed_pairs, 0.0))
+        work = (calls, *on_cpu, hot + streamed, hot_pairs + streamed_pairs)
         return Sample(*work, *(delta[8:] * 1e-6))

@@ -20,7 +20,7 @@ _lib = llama_cpp.llama_cpp._lib
 
 COLD, UPLOADING, RESIDENT = 0, 1, 2  # enum llama_moe_expert_state
 
-#: Experts of a row that may cross the link during a decode, at most (GGML_MOE_STREAM_MAX_VICTIMS).
+#: Experts of a row that may cross the link during a decode, at most (GGML_MOE_STREAM_MAX_STREAMED).
 MAX_STREAMED = 8
 
 #: Experts of a row that the look-ahead may bring (GGML_MOE_STREAM_MAX_AHEAD).

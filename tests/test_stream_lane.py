@@ -19,6 +19,7 @@ from lowlevel import EXACT, Capture, GgmlTensor, decode
 from moespac_llamacpp import native
 from moespac_llamacpp.decoder import Decoder
 from moespac_llamacpp.draft import GgufDraft
+from moespac_llamacpp.metering import Meter
 from moespac_llamacpp.models import Context
 from moespac_llamacpp.policies import make
 from moespac_llamacpp.residency import Residency
@@ -518,6 +519,92 @@ def test_wide_ubatches_find_what_narrow_ones_before_them_streamed(
         a.experts.set_streaming(0)
         a.experts.set_look_ahead(0)
         assert close(streamed, decode_two(a, seed))
+
+
+def test_only_pairs_of_batches_in_stream_count_as_streamed(streaming: Callable[..., Attached]) -> None:
+    """A prompt's narrow rest is computed in-stream; its wide ubatches choose the same experts in another way."""
+    a = streaming(n_ubatch=64, most=native.MAX_STREAMED)
+    n_streamed = 0
+    for seed in range(4):
+        afresh(a, native.MAX_STREAMED)
+        before = residents(a)
+        a.experts.reset_perf()
+        step(a, 64 + 3, seed)
+        wide, narrow = a.experts.choices()
+        assert wide.shape[1] == 64 and narrow.shape[1] == 3
+        arrived, perf = residents(a) & ~before, a.experts.perf_total()
+        pairs = [arrived[row][e[e >= 0]].sum() for row, e in enumerate(narrow)]
+        assert perf.n_streamed_pairs == sum(pairs) <= perf.n_cold_pairs
+        n_streamed += perf.n_streamed_pairs
+    assert n_streamed > 0
+
+
+def only_used_resident(a: Attached, n: int, seed: int) -> Array:
+    """Slots for just what the batch chooses: every guess but these experts displaces one of them. [n_rows, n_expert]"""
+    step(a, n, seed)
+    used: Array = a.experts.counts() > 0
+    a.experts.set_slots([0] * a.experts.n_rows)
+    a.experts.set_slots([int(n) for n in used.sum(axis=1)])
+    for row, expert in np.argwhere(used):
+        a.experts.load(int(row), int(expert))
+    a.experts.sync()
+    a.experts.publish()
+    return used
+
+
+@pytest.mark.parametrize("most", [0, 2])
+def test_an_expert_that_a_wrong_guess_has_displaced_is_a_miss(streaming: Callable[..., Attached], most: int) -> None:
+    """Whether the pool computes it then, or it crosses the link once more."""
+    a = streaming()
+    used = only_used_resident(a, 1, 7)
+    a.experts.set_streaming(most, always=True)
+    a.experts.set_look_ahead(2, wrong=1.0)
+    a.experts.reset_perf()
+    meter = Meter(a.experts)
+    before = residents(a)
+    assert (before == used).all()
+    step(a, 1, 7)
+    after, perf, sample = residents(a), a.experts.perf_total(), meter.sample()
+    n_wrong = perf.n_ahead_experts - perf.n_ahead_right
+    assert perf.n_ahead_right == 0 < n_wrong
+    assert perf.n_cold_experts == perf.n_cold_pairs == n_wrong, "each guess has displaced an expert that was needed"
+    assert perf.n_hot_pairs == used.sum() - n_wrong
+    assert perf.n_streamed_experts == perf.n_streamed_pairs <= perf.n_cold_pairs
+    if most == 0:
+        assert (before & ~after).sum() == n_wrong and perf.n_streamed_experts == 0
+    else:
+        assert perf.n_streamed_experts > 0
+    assert (sample.cold_experts >= 0).all() and (sample.cold_pairs >= 0).all()
+    assert sample.cold_experts.sum() == n_wrong - perf.n_streamed_experts
+
+
+def test_no_layer_is_said_to_have_computed_less_than_nothing(streaming: Callable[..., Attached]) -> None:
+    """Also where several ubatches of a decode drive out and bring back experts that were resident before and after it."""
+    a = streaming(n_ubatch=1)
+    only_used_resident(a, 3, 7)
+    a.experts.set_streaming(native.MAX_STREAMED, always=True)
+    a.experts.set_look_ahead(2, wrong=1.0)
+    a.experts.reset_perf()
+    meter = Meter(a.experts)
+    step(a, 3, 7)
+    perf, sample = a.experts.perf_total(), meter.sample()
+    assert perf.n_streamed_experts > perf.n_cold_experts, "nothing that the counters cannot tell has happened"
+    assert (sample.cold_experts >= 0).all() and (sample.cold_pairs >= 0).all()
+
+
+def test_another_execution_and_back_changes_no_setting(streaming: Callable[..., Attached]) -> None:
+    a = streaming(most=1, ahead=1)
+    a.experts.set_execution("portable")
+    a.experts.set_execution("in-stream")
+    step(a, 1, 1)
+    assert a.experts.perf_total().n_streamed_experts > 0 < a.experts.perf_total().n_ahead_experts
+    a.experts.set_execution("portable")
+    a.experts.set_streaming(0)
+    a.experts.set_look_ahead(0)
+    a.experts.set_execution("in-stream")
+    a.experts.reset_perf()
+    step(a, 1, 2)
+    assert a.experts.perf_total().n_streamed_experts == 0 == a.experts.perf_total().n_ahead_experts
 
 
 def decode_two(a: Attached, seed: int) -> Array:

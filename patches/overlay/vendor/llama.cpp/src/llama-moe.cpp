@@ -247,6 +247,7 @@ int32_t llama_moe_set_streaming(llama_context * ctx, int32_t max_experts, bool a
         return fail(LLAMA_MOE_INVALID_ARGUMENT, streamed_out_of_range(max_experts));
     }
     st->params.stream_experts = max_experts;
+    st->stream_always = always;
     if (st->stream) {
         st->stream->set_streaming(max_experts, always);
     }
@@ -268,6 +269,7 @@ int32_t llama_moe_set_look_ahead(llama_context * ctx, int32_t max_experts, float
         return fail(LLAMA_MOE_INVALID_ARGUMENT, "a share of " + std::to_string(wrong) + " of the guesses shall be wrong, it must be from 0 to 1");
     }
     st->params.look_ahead = max_experts;
+    st->ahead_wrong = wrong;
     if (st->stream) {
         st->stream->set_look_ahead(max_experts, wrong);
     }

@@ -603,13 +603,16 @@ void llama_moe_state::poison_outputs() {
 
 // perf of the layers that ran in-stream, or whole on the device: pairs from the log, times from the device's clock (of the last ubatch)
 void llama_moe_state::count_pairs() {
-    std::vector<bool> seen(log.n_expert);
+    std::vector<bool> seen(log.n_expert), came(log.n_expert), left(log.n_expert);
     for (moe_layer * l : rows) {
         const bool in_stream = l && stream_on && l->block.hybrid() && l->stream_reason.empty() && !runs_whole(*l);
         if (!l || !(in_stream || runs_whole(*l))) {
             continue;
         }
         const int row = l->block.row;
+        if (in_stream) {
+            stream->changes(*l, came, left);
+        }
         bool ran = false;
         for (int u = 0; ; u++) {
             int n_tokens = 0;
@@ -632,7 +635,8 @@ void llama_moe_state::count_pairs() {
                     if (e < 0 || e >= l->block.n_expert) {
                         continue;
                     }
-                    const bool hot = l->slots.slot_of[e] >= 0;
+                    const bool hot = l->slots.slot_of[e] >= 0 && !(in_stream && left[e]);
+                    perf.n_streamed_pairs += in_stream && !hot && came[e];
                     (hot ? perf.n_hot_pairs : perf.n_cold_pairs)++;
                     if (!seen[e]) {
                         seen[e] = true;

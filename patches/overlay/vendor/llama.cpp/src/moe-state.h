@@ -142,6 +142,8 @@ struct llama_moe_state {
     const float * hot_sum = nullptr;
 
     std::unique_ptr<moe_stream> stream; // null: no layer can run in-stream
+    bool  stream_always = false;        // what the stream lane has been told, beside params: another stream is told the same
+    float ahead_wrong   = 0;
     bool stream_on  = false;            // layers that can, do
     bool prompt_set_aside = false;      // not needed as long as every expert has a slot
     std::unique_ptr<moe_prompt> prompt; // null: batches over the hybrid width take upstream's path

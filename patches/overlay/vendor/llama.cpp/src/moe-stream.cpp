@@ -19,6 +19,7 @@ static_assert(GGML_MOE_STREAM_MAX_PARTS >= MOE_N_PARTS, "a node names all parts 
 
 static constexpr float US_REQUEST = 12.0f; // until the pool has begun, and until the device knows that it has ended
 static constexpr float AGAIN      = 0.08f; // what a further token of an expert costs, over the first (Q4_K; docs/kernels.md)
+static constexpr float AHEAD_RIGHT = 0.8f; // share of the look-ahead's guesses, until it is measured
 static constexpr float US_POOL_BYTE = 1.0f/60000, US_LINK_BYTE = 1.0f/40000; // until they are measured: 60 and 40 GB/s
 
 //
@@ -630,13 +631,15 @@ bool moe_stream::init(std::string & error) {
     us_hot  .assign(MAX_TOKENS + 1, 0.0f);
     us_rest .assign(MAX_TOKENS + 1, 0.0f);
     us_ahead.assign(MAX_TOKENS + 1, 0.0f);
-    ahead_right.assign(MAX_TOKENS + 1, 0.8f);
+    ahead_right.assign(MAX_TOKENS + 1, AHEAD_RIGHT);
     us_pool_byte  = US_POOL_BYTE;
     us_link_byte  = US_LINK_BYTE;
     us_ahead_byte = US_LINK_BYTE;
     c.us_of_byte.reserve(n_rows);
-    max_streamed = st.params.stream_experts;
-    max_ahead    = st.params.look_ahead;
+    max_streamed  = st.params.stream_experts;
+    stream_always = st.stream_always;
+    max_ahead     = st.params.look_ahead;
+    ahead_wrong   = st.ahead_wrong;
     side = api ? api->side_open(device_index) : nullptr;
 
     ggml_moe_stream_channel & ch = c.channel;
@@ -806,7 +809,7 @@ void moe_stream::begin_ubatch(int n_tokens) {
                 chosen = victims_chosen;
                 victims_chosen = false;
             }
-            chosen ? drop_stale_victims() : choose_victims();
+            chosen ? drop_stale_victims() : choose_victims(false);
         }
         if (map_dirty || lane_is_used()) {
             upload_control(n_tokens);
@@ -829,26 +832,31 @@ void moe_stream::begin_ubatch(int n_tokens) {
 void moe_stream::launched(const std::vector<int> & rows) {
     constexpr int LATE = 4; // a nap ends some 60 µs late: the layers left must take longer than that
     late_row = api && (int) rows.size() >= 2*LATE ? rows[rows.size() - LATE] : -1;
+    slept_since = 0;
 }
 
-// It ends when the row has run, or something failed, or it takes unusually long (an eval callback may have stopped the graph).
+bool moe_stream::late_row_ran() const {
+    return __atomic_load_n(&client->channel.clock[late_row*4 + 2], __ATOMIC_ACQUIRE) != clock_before[late_row];
+}
+
+// It ends when the row has run, or something failed, or it takes unusually long (an eval callback may have stopped the graph). Only in the
+// first case it is certain that the stream has read what upload_control gave it: the victims may be chosen anew.
 void moe_stream::sleep_through() {
     if (!running || late_row < 0) {
         return;
     }
-    const ggml_moe_stream_channel & ch = client->channel;
-    const int64_t t0    = moe_now_us();
-    const int64_t limit = t0 + (slept_us == 0 ? 20000 : std::max((int64_t) 5000, 4*slept_us));
-    while (__atomic_load_n(&ch.clock[late_row*4 + 2], __ATOMIC_ACQUIRE) == clock_before[late_row] &&
-            __atomic_load_n(ch.failed, __ATOMIC_ACQUIRE) == GGML_MOE_STREAM_OK && moe_now_us() < limit) {
+    slept_since = moe_now_us();
+    const int64_t limit = slept_since + (slept_us == 0 ? 20000 : std::max((int64_t) 5000, 4*slept_us));
+    while (!late_row_ran() && __atomic_load_n(client->channel.failed, __ATOMIC_ACQUIRE) == GGML_MOE_STREAM_OK && moe_now_us() < limit) {
         std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
-    slept_us = moe_now_us() - t0;
+    if (!late_row_ran()) {
+        return;
+    }
+    slept_us = moe_now_us() - slept_since;
     late_row = -1;
     if (lane_is_used()) {
-        choose_victims();
-        std::lock_guard<std::mutex> lock(values_mutex);
-        victims_chosen = true;
+        choose_victims(true);
     }
 }
 
@@ -858,6 +866,10 @@ bool moe_stream::end_decode(std::string & failure) {
     }
     running = false;
     pool->leave(*client);
+    if (late_row >= 0 && slept_since > 0 && late_row_ran()) { // it was slow, but nothing stopped it
+        slept_us = moe_now_us() - slept_since;
+    }
+    late_row = -1;
     const ggml_moe_stream_channel & ch = client->channel;
     switch (__atomic_load_n(ch.failed, __ATOMIC_ACQUIRE)) {
         case GGML_MOE_STREAM_OK:
@@ -962,6 +974,9 @@ void moe_stream::set_streaming(int max_experts, bool always) {
 }
 
 void moe_stream::set_look_ahead(int max_experts, float wrong) {
+    if (wrong != ahead_wrong) { // how many were right says nothing of the guesses to come
+        std::fill(ahead_right.begin(), ahead_right.end(), AHEAD_RIGHT);
+    }
     max_ahead   = max_experts;
     ahead_wrong = wrong;
     forget_victims();
@@ -982,8 +997,9 @@ void moe_stream::set_values(const float * v) {
     victims_chosen = false;
 }
 
-// Of each layer the residents of least value, of equal ones those that were used longest ago.
-void moe_stream::choose_victims() {
+// Of each layer the residents of least value, of equal ones those that were used longest ago. for_next: for the next decode, unless other
+// values are given until then.
+void moe_stream::choose_victims(bool for_next) {
     struct candidate {
         float   value;
         int64_t used;
@@ -995,6 +1011,7 @@ void moe_stream::choose_victims() {
     };
     std::vector<candidate> found;
     std::lock_guard<std::mutex> lock(values_mutex);
+    victims_chosen = for_next;
     for (const moe_layer * l : st.rows) {
         if (!l || client->blocks[l->block.row].row < 0 || client->publish_nodes[l->block.row].n_parts == 0) {
             continue;
@@ -1026,6 +1043,25 @@ void moe_stream::drop_stale_victims() {
             ggml_moe_stream_victim & x = victims_host[row*GGML_MOE_STREAM_MAX_VICTIMS + v];
             const bool stays = x.slot >= 0 && l->slots.slot_of[x.expert] == x.slot && last_used[row*st.log.n_expert + x.expert] < n_decodes;
             x = stays ? x : ggml_moe_stream_victim{ -1, -1 };
+        }
+    }
+}
+
+// Of several ubatches nobody knows in which one an expert left. Of one it was before the row chose, or it was not chosen.
+void moe_stream::changes(const moe_layer & l, std::vector<bool> & came, std::vector<bool> & left) const {
+    std::fill(came.begin(), came.end(), false);
+    std::fill(left.begin(), left.end(), false);
+    for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
+        const ggml_moe_stream_victim & told = client->channel.victims_told[(size_t) l.block.row*GGML_MOE_STREAM_MAX_VICTIMS + v];
+        if (told.slot < 0) {
+            continue;
+        }
+        const int32_t held = l.slots.slots[told.slot].expert;
+        if (n_ubatches == 1 && held >= 0) {
+            left[held] = true;
+        }
+        if (told.expert >= 0) {
+            came[told.expert] = true; // perhaps the same one
         }
     }
 }
@@ -1085,6 +1121,7 @@ void moe_stream::settle() {
     }
     if (running) {
         ggml_backend_synchronize(st.backend_of(dev));
+        n_ubatches++; // as if there had been another: what the counters tell of the decode is lost, and with it what can be learned
     }
     const ggml_moe_stream_channel & ch = client->channel;
     for (moe_layer * l : st.rows) {
@@ -1109,7 +1146,6 @@ void moe_stream::settle() {
             }
             if (told.slot >= 0 && l->slots.slots[told.slot].expert != told.expert) {
                 st.residency->replace(l->slots, told.slot, told.expert);
-                l->perf.n_streamed_pairs += counts && told.expert >= 0 ? st.log.counts[(size_t) row*st.log.n_expert + told.expert] : 0;
                 map_dirty = true;
             }
             told = { -1, -1 };
@@ -1187,6 +1223,7 @@ float moe_stream::expert_bytes_mean() const {
 // tell how long the rest takes.
 void moe_stream::learn_ahead(int n_tokens) {
     constexpr float    GAIN   = 0.2f;
+    constexpr float    FORGET = 0.95f;
     constexpr uint64_t MARGIN = 4000; // ns from the look-ahead's end until publish can begin
     const ggml_moe_stream_channel & ch = client->channel;
     double us_rest_sum = 0, us_until_end = 0, us_link = 0, bytes = 0;
@@ -1222,6 +1259,8 @@ void moe_stream::learn_ahead(int n_tokens) {
     };
     if (n_rest > 0) {
         follow(us_rest[n_tokens], us_rest_sum/n_rest);
+    } else if (n > 0) { // every layer waited: what was measured may be of a longer context, and would never be measured again
+        us_rest[n_tokens] *= FORGET;
     }
     if (n > 0 && us_rest[n_tokens] > 0) {
         follow(us_ahead[n_tokens], us_until_end/n + us_rest[n_tokens]);

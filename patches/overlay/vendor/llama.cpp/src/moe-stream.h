@@ -52,6 +52,7 @@ public:
     void set_streaming(int max_experts, bool always);  // of a layer in a decode; always: also where the rates speak against it
     void set_look_ahead(int max_experts, float wrong); // of a layer, before it begins; wrong: share of guesses that are spoilt
     void set_values(const float * values);             // [n_rows][n_expert]: residents of low value make room. From any thread
+    void changes(const moe_layer & l, std::vector<bool> & came, std::vector<bool> & left) const; // of a row, by the decode; before adopt
     void adopt();                                      // after a decode: what was streamed is resident
     bool in_two_passes() const { return late_on; }
     void settle();                                     // the same, also in the middle of one: before layers that look at the host's map
@@ -70,8 +71,9 @@ private:
     int  chunk_of(const moe_layer & l) const; // tokens that the layer's products take at once
     ggml_tensor * hot(const llm_graph_context & g, const moe_layer & l, ggml_tensor * x, ggml_tensor * published, ggml_tensor * slot_ids, int t0, int n) const;
     void upload_control(int n_tokens);
+    bool late_row_ran() const;
     bool lane_is_used() const { return max_streamed > 0 || max_ahead > 0; }
-    void choose_victims();
+    void choose_victims(bool for_next);
     void drop_stale_victims();
     void forget_victims();
     void consider_late();
@@ -90,7 +92,8 @@ private:
     int  device_index = 0;                     // of dev in its registry
     int  n_cores = 1;
     int  late_row = -1;                        // of those launched, a few before the last; -1: there is nothing to wait for
-    int64_t slept_us = 0;                      // the last time
+    int64_t slept_us = 0;                      // the last time that the row ran
+    int64_t slept_since = 0;                   // in the decode under way; 0: nobody has waited yet
     std::vector<uint64_t> clock_before;        // [n_rows] when each row's join ended before the launch
     bool map_dirty = true;
     bool running   = false;                    // in the decode under way

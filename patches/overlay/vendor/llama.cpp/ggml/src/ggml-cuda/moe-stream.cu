@@ -571,12 +571,17 @@ static __global__ void k_moe_join(const moe_join_args a, const ggml_moe_stream_n
 
 static constexpr int LOOK_EXPERTS = 4; // of a block of k_moe_look, a warp each
 
+// how many experts of the row: `mean` of them on the mean over all rows
+static __device__ __forceinline__ int ahead_of_row(float mean, int row) {
+    return min((int) floorf(mean*(row + 1)) - (int) floorf(mean*row), GGML_MOE_STREAM_MAX_AHEAD);
+}
+
 // the next row's router on this row's input
 static __global__ void k_moe_look(const ggml_moe_stream_node next, const ggml_moe_stream_channel ch, const int n_tokens) {
     constexpr int AT_ONCE = 8; // tokens
     const int lane = threadIdx.x % 32;
     const int e    = blockIdx.x*LOOK_EXPERTS + threadIdx.x/32;
-    if (e >= next.n_expert) {
+    if (e >= next.n_expert || ahead_of_row(ch.rates[GGML_MOE_STREAM_AHEAD], next.row) == 0) { // nobody asks for the scores
         return;
     }
     const float4 * gate = (const float4 *) (next.gate + (size_t) e*next.n_embd);
@@ -612,11 +617,6 @@ static __device__ __forceinline__ uint32_t moe_hash(uint32_t v) {
     v = (v ^ v >> 16)*0x7feb352du;
     v = (v ^ v >> 15)*0x846ca68bu;
     return v ^ v >> 16;
-}
-
-// how many experts of the row: `mean` of them on the mean over all rows
-static __device__ __forceinline__ int ahead_of_row(float mean, int row) {
-    return min((int) floorf(mean*(row + 1)) - (int) floorf(mean*row), GGML_MOE_STREAM_MAX_AHEAD);
 }
 
 // Counts what the tokens of highest score would choose, a warp a token: in the upper half how many choose an expert, in the lower half
