@@ -20,6 +20,7 @@ static_assert(GGML_MOE_STREAM_MAX_PARTS >= MOE_N_PARTS, "a node names all parts 
 static constexpr float US_REQUEST = 12.0f; // until the pool has begun, and until the device knows that it has ended
 static constexpr float AGAIN      = 0.08f; // what a further token of an expert costs, over the first (Q4_K; docs/kernels.md)
 static constexpr float AHEAD_RIGHT = 0.8f; // share of the look-ahead's guesses, until it is measured
+static constexpr int64_t TRY_AGAIN = 64;   // decodes until a look-ahead that rests tries again
 static constexpr float US_POOL_BYTE = 1.0f/60000, US_LINK_BYTE = 1.0f/40000; // until they are measured: 60 and 40 GB/s
 
 //
@@ -171,7 +172,7 @@ static void emulate_streaming(const ggml_moe_stream_node & node, const ggml_moe_
     emulate_copies(node, picks);
     for (int i = 0; i < picks.n; i++) {
         const size_t v = (size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[i];
-        node.channel->victims_told[v] = { node.channel->victims[v].slot, -1 };
+        node.channel->victims_told[v] = { node.channel->victims[v].slot, -1, node.late };
     }
 }
 
@@ -192,7 +193,7 @@ static void emulate_place(const ggml_moe_stream_node & node, const ggml_moe_stre
         node.map[v.expert] = -1;
         v.expert = picks.expert[i];
         node.map[v.expert] = v.slot;
-        ch.victims_told[row + picks.victim[i]] = v;
+        ch.victims_told[row + picks.victim[i]] = { v.slot, v.expert, node.late };
     }
 }
 
@@ -588,7 +589,7 @@ bool moe_stream::init(std::string & error) {
     const size_t o_x       = place(sizeof(float)*n_max*n_embd);
     const size_t o_out     = place(sizeof(float)*n_max*n_embd);
     const size_t o_clock   = place(sizeof(uint64_t)*4*n_rows);
-    const size_t o_told    = place(sizeof(ggml_moe_stream_victim)*GGML_MOE_STREAM_MAX_VICTIMS*n_rows);
+    const size_t o_told    = place(sizeof(ggml_moe_stream_told)*GGML_MOE_STREAM_MAX_VICTIMS*n_rows);
     const size_t o_counters = place(sizeof(uint32_t)*GGML_MOE_STREAM_N_COUNTERS*n_rows);
     const size_t o_ahead    = place(sizeof(uint64_t)*2*n_rows);
     const size_t o_bring    = place(sizeof(uint64_t)*n_rows);
@@ -624,7 +625,7 @@ bool moe_stream::init(std::string & error) {
     victims_host = (ggml_moe_stream_victim *) (maps_host + n_maps);
     rates_host   = (float *) (maps_host + n_maps + n_victims);
     std::fill(maps_host, maps_host + n_maps + n_victims, -1);
-    std::fill_n((int32_t *) (base + o_told), n_victims, -1);
+    std::fill_n((ggml_moe_stream_told *) (base + o_told), (size_t) GGML_MOE_STREAM_MAX_VICTIMS*n_rows, ggml_moe_stream_told{ -1, -1, 0 });
     values.assign(n_maps, 0.0f);
     last_used.assign(n_maps, 0);
     counters_before.assign((size_t) GGML_MOE_STREAM_N_COUNTERS*n_rows, 0);
@@ -632,6 +633,7 @@ bool moe_stream::init(std::string & error) {
     us_rest .assign(MAX_TOKENS + 1, 0.0f);
     us_ahead.assign(MAX_TOKENS + 1, 0.0f);
     ahead_right.assign(MAX_TOKENS + 1, AHEAD_RIGHT);
+    ahead_tried.assign(MAX_TOKENS + 1, 0);
     us_pool_byte  = US_POOL_BYTE;
     us_link_byte  = US_LINK_BYTE;
     us_ahead_byte = US_LINK_BYTE;
@@ -654,7 +656,7 @@ bool moe_stream::init(std::string & error) {
     ch.ahead_clock = (uint64_t *) (base + o_ahead);
     ch.bring_clock = (uint64_t *) (base + o_bring);
     ch.counters    = (uint32_t *) (base + o_counters);
-    ch.victims_told = (ggml_moe_stream_victim *) (base + o_told);
+    ch.victims_told = (ggml_moe_stream_told *) (base + o_told);
     ch.state   = (uint32_t *) state->data;
     ch.picks   = (ggml_moe_stream_picks *) (ch.state + N_STATE);
     ch.ahead   = (ggml_moe_stream_picks *) (ch.state + N_STATE + N_PICKS);
@@ -1047,17 +1049,18 @@ void moe_stream::drop_stale_victims() {
     }
 }
 
-// Of several ubatches nobody knows in which one an expert left. Of one it was before the row chose, or it was not chosen.
+// Of several ubatches nobody knows in which one an expert left. Of one it was before the row chose, or it was not chosen, or the first pass
+// had used it (what left by the look-ahead from a slot that was filled late again is not told apart).
 void moe_stream::changes(const moe_layer & l, std::vector<bool> & came, std::vector<bool> & left) const {
     std::fill(came.begin(), came.end(), false);
     std::fill(left.begin(), left.end(), false);
     for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
-        const ggml_moe_stream_victim & told = client->channel.victims_told[(size_t) l.block.row*GGML_MOE_STREAM_MAX_VICTIMS + v];
+        const ggml_moe_stream_told & told = client->channel.victims_told[(size_t) l.block.row*GGML_MOE_STREAM_MAX_VICTIMS + v];
         if (told.slot < 0) {
             continue;
         }
         const int32_t held = l.slots.slots[told.slot].expert;
-        if (n_ubatches == 1 && held >= 0) {
+        if (n_ubatches == 1 && held >= 0 && !told.late) {
             left[held] = true;
         }
         if (told.expert >= 0) {
@@ -1140,7 +1143,7 @@ void moe_stream::settle() {
         l->perf.n_ahead_experts    += since(GGML_MOE_STREAM_LOOKED);
         l->perf.n_ahead_right      += since(GGML_MOE_STREAM_RIGHT);
         for (int v = 0; v < GGML_MOE_STREAM_MAX_VICTIMS; v++) {
-            ggml_moe_stream_victim & told = ch.victims_told[(size_t) row*GGML_MOE_STREAM_MAX_VICTIMS + v];
+            ggml_moe_stream_told & told = ch.victims_told[(size_t) row*GGML_MOE_STREAM_MAX_VICTIMS + v];
             if (running && told.expert < 0) {
                 continue; // the device still finds the slot by its map: it becomes free after the decode
             }
@@ -1148,7 +1151,7 @@ void moe_stream::settle() {
                 st.residency->replace(l->slots, told.slot, told.expert);
                 map_dirty = true;
             }
-            told = { -1, -1 };
+            told = { -1, -1, 0 };
         }
     }
 }
@@ -1197,13 +1200,12 @@ void moe_stream::learn(int n_tokens) {
 // How many experts of a row the look-ahead may bring: what arrives until the row begins, if enough of its guesses are right. A guess that
 // was wrong has taken the place of a resident, the link's time, and memory bandwidth that the pool needs (docs/performance.md).
 float moe_stream::ahead_now(int n_tokens) const {
-    constexpr float   LEAST_RIGHT = 0.65f;
-    constexpr int64_t TRY_AGAIN   = 64; // decodes
+    constexpr float LEAST_RIGHT = 0.65f;
     if (max_ahead == 0 || stream_always) {
         return (float) max_ahead;
     }
     const float mean_bytes = expert_bytes_mean();
-    if (us_ahead[n_tokens] <= 0 || mean_bytes <= 0 || (ahead_right[n_tokens] < LEAST_RIGHT && n_decodes % TRY_AGAIN != 0)) {
+    if (us_ahead[n_tokens] <= 0 || mean_bytes <= 0 || (ahead_right[n_tokens] < LEAST_RIGHT && n_decodes < ahead_tried[n_tokens] + TRY_AGAIN)) {
         return 0.0f;
     }
     return std::min((float) max_ahead, us_ahead[n_tokens]/(us_ahead_byte*mean_bytes));
@@ -1269,7 +1271,9 @@ void moe_stream::learn_ahead(int n_tokens) {
         follow(us_ahead_byte, us_link/bytes);
     }
     if (looked > 0) {
-        ahead_right[n_tokens] += 0.1f*((float) right/looked - ahead_right[n_tokens]);
+        const bool rested = n_decodes >= ahead_tried[n_tokens] + TRY_AGAIN; // what was measured before is old
+        ahead_right[n_tokens] += (rested ? 0.5f : 0.1f)*((float) right/looked - ahead_right[n_tokens]);
+        ahead_tried[n_tokens]  = n_decodes;
     }
 }
 

@@ -124,6 +124,7 @@ private:
     std::vector<float>     us_rest;          // [tokens] from a layer's end to the next publish, if that needs not wait for the look-ahead
     std::vector<float>     us_ahead;         // [tokens] from publish to there: what the look-ahead has
     std::vector<float>     ahead_right;      // [tokens] share of its guesses that were right
+    std::vector<int64_t>   ahead_tried;      // [tokens] n_decodes when it last made any
 
     bool    late_on    = false;              // batches of LATE_FROM tokens or more are computed in two passes
     int64_t late_since = 0;                  // n_decodes when that changed

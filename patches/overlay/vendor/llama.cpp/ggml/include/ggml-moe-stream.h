@@ -37,7 +37,7 @@ extern "C" {
 #endif
 
 #define GGML_MOE_STREAM_MAGIC_0 0x4d6f4553
-#define GGML_MOE_STREAM_MAGIC_1 0x74726d34 // the layout of the structs below is part of it: a new layout takes a new number
+#define GGML_MOE_STREAM_MAGIC_1 0x74726d35 // the layout of the structs below is part of it: a new layout takes a new number
 #define GGML_MOE_STREAM_PARAM   14         // index of the magic in op_params; ggml_custom_4d uses the first six
 #define GGML_MOE_STREAM_OWNER   12         // index of a number that no two graphs with different channels share: captured graphs hold
                                            // the channel by value, and are compared by the tensors' bytes
@@ -110,6 +110,12 @@ struct ggml_moe_stream_victim {
     int32_t expert; // that the slot holds
 };
 
+struct ggml_moe_stream_told {
+    int32_t slot;   // -1: this one has not changed
+    int32_t expert; // that it holds now; -1: it has been written into, and join did not follow, since the graph was broken off in between
+    int32_t late;   // 1: what it held left after the first pass
+};
+
 // what crosses the link
 struct ggml_moe_stream_picks {
     int32_t row;
@@ -133,9 +139,8 @@ struct ggml_moe_stream_channel {
     uint64_t * bring_clock; // [n_rows] ns: bring began
     uint64_t * ahead_clock; // [n_rows][2] ns: the look-ahead for the row began, ended
     uint32_t * counters;    // [n_rows][N_COUNTERS], ever
-    // [n_rows][MAX_VICTIMS] those of `victims` that have changed since the host looked; slot -1: this one has not. expert -1: publish has
-    // written into the slot, and join did not follow, since the graph was broken off in between
-    struct ggml_moe_stream_victim * victims_told;
+    // [n_rows][MAX_VICTIMS] what has become of `victims` since the host looked
+    struct ggml_moe_stream_told * victims_told;
     // device memory
     uint32_t * state;   // [0] seq of the last request; of the publish under way: [1] blocks that have handed over their part, [2] blocks that
                         // have streamed theirs, [3] the request has been made; [4] seq of the last request that join has seen answered;

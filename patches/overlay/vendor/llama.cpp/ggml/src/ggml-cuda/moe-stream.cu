@@ -288,7 +288,7 @@ static __device__ void tell_streamed(const ggml_moe_stream_node & node, const gg
     ch.clock[node.row*4 + 3] = device_clock();
     for (int i = 0; i < picks.n; i++) { // join says what they hold
         const size_t v = (size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[i];
-        ch.victims_told[v] = { ch.victims[v].slot, -1 };
+        ch.victims_told[v] = { ch.victims[v].slot, -1, node.late };
     }
 }
 
@@ -498,7 +498,7 @@ static __device__ void place(const ggml_moe_stream_node & node, const ggml_moe_s
         node.map[v.expert] = -1;
         v.expert = picks.expert[i];
         node.map[v.expert] = v.slot;
-        ch.victims_told[row + picks.victim[i]] = v;
+        ch.victims_told[row + picks.victim[i]] = { v.slot, v.expert, node.late };
     }
 }
 
