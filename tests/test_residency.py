@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -61,8 +61,7 @@ class FakeExperts:
         return [self.ids]
 
     def states_table(self) -> np.ndarray:
-        assert not self.in_flight
-        return self.table.copy()
+        return self.table.copy()  # allowed at any time
 
     def set_slots(self, wanted: np.ndarray) -> None:
         self._touched("set_slots")
@@ -81,6 +80,22 @@ class FakeExperts:
         self.loaders.add(threading.current_thread().name)
         assert (self.table[row] != native.COLD).sum() < self.slots[row]
         self.table[row, expert] = native.RESIDENT if self.lands else native.UPLOADING
+
+    def evict_many(self, places: native.Places) -> int:
+        return self._many(places, self.evict)
+
+    def load_many(self, places: native.Places) -> int:
+        return self._many(places, self.load)
+
+    @staticmethod
+    def _many(places: native.Places, one: Callable[[int, int], None]) -> int:
+        places.refused = {}
+        for i in range(places.n):
+            try:
+                one(*places[i])
+            except native.MoeError as error:
+                places.refused[i] = error.status
+        return places.n - len(places.refused)
 
     def publish(self) -> int:
         self._touched("publish")

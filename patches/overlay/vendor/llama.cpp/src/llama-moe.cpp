@@ -331,20 +331,16 @@ int64_t llama_moe_prompt_memory(const llama_context * ctx) {
     return st && st->prompt ? (int64_t) st->prompt->device_bytes() : 0;
 }
 
-int32_t llama_moe_load(llama_context * ctx, int32_t row, int32_t expert) {
-    llama_moe_state * st = state_of(ctx);
-    if (!st) {
-        return not_attached();
-    }
+static int32_t load_one(llama_moe_state & st, int32_t row, int32_t expert, bool wake) {
     int32_t status = LLAMA_MOE_OK;
-    moe_layer * l = hybrid_layer(*st, row, expert, status);
+    moe_layer * l = hybrid_layer(st, row, expert, status);
     if (!l) {
         return status;
     }
-    if (st->device_failed) {
+    if (st.device_failed) {
         return fail(LLAMA_MOE_FAILED, DEVICE_FAILED);
     }
-    status = st->residency->load(l->block, l->slots, expert);
+    status = st.residency->load(l->block, l->slots, expert, wake);
     switch (status) {
         case LLAMA_MOE_ALREADY_RESIDENT:
             return fail(status, expert_at(row, expert) + " is resident or on its way already");
@@ -355,6 +351,62 @@ int32_t llama_moe_load(llama_context * ctx, int32_t row, int32_t expert) {
     }
 }
 
+// the caller tells st that the placement has changed
+static int32_t evict_one(llama_moe_state & st, int32_t row, int32_t expert) {
+    int32_t status = LLAMA_MOE_OK;
+    moe_layer * l = hybrid_layer(st, row, expert, status);
+    if (!l) {
+        return status;
+    }
+    status = st.residency->evict(l->slots, expert);
+    return status == LLAMA_MOE_OK ? status : fail(status, expert_at(row, expert) + " is not resident");
+}
+
+// Calls one(row, expert) for each of the n; how many were done. The last error is that of the first that was not.
+template <typename F> static int32_t each(int32_t n, const int32_t * rows, const int32_t * experts, int32_t * status, const F & one) {
+    int32_t n_done = 0;
+    std::string first;
+    for (int32_t i = 0; i < n; i++) {
+        const int32_t found = one(rows[i], experts[i]);
+        if (found == LLAMA_MOE_OK) {
+            n_done++;
+        } else if (first.empty()) {
+            first = last_error;
+        }
+        if (status) {
+            status[i] = found;
+        }
+    }
+    if (n_done < n) {
+        last_error = first;
+    }
+    return n_done;
+}
+
+static int32_t no_list(int32_t n, const int32_t * rows, const int32_t * experts) {
+    return n < 0 || (n > 0 && (!rows || !experts)) ? fail(LLAMA_MOE_INVALID_ARGUMENT, "a list of " + std::to_string(n) + " experts, or none at all") : LLAMA_MOE_OK;
+}
+
+int32_t llama_moe_load(llama_context * ctx, int32_t row, int32_t expert) {
+    llama_moe_state * st = state_of(ctx);
+    return st ? load_one(*st, row, expert, true) : not_attached();
+}
+
+int32_t llama_moe_load_many(llama_context * ctx, int32_t n, const int32_t * rows, const int32_t * experts, int32_t * status) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    if (const int32_t error = no_list(n, rows, experts)) {
+        return error;
+    }
+    const int32_t n_done = each(n, rows, experts, status, [&](int32_t row, int32_t expert) { return load_one(*st, row, expert, false); });
+    if (n_done > 0) {
+        st->residency->wake(); // once: waking a thread takes longer than all the rest
+    }
+    return n_done;
+}
+
 int32_t llama_moe_evict(llama_context * ctx, int32_t row, int32_t expert) {
     llama_moe_state * st = state_of(ctx);
     if (!st) {
@@ -363,16 +415,29 @@ int32_t llama_moe_evict(llama_context * ctx, int32_t row, int32_t expert) {
     if (st->in_flight) {
         return in_flight();
     }
-    int32_t status = LLAMA_MOE_OK;
-    moe_layer * l = hybrid_layer(*st, row, expert, status);
-    if (!l) {
-        return status;
-    }
-    status = st->residency->evict(l->slots, expert);
+    const int32_t status = evict_one(*st, row, expert);
     if (status == LLAMA_MOE_OK) {
         st->placement_changed();
     }
-    return status == LLAMA_MOE_OK ? status : fail(status, expert_at(row, expert) + " is not resident");
+    return status;
+}
+
+int32_t llama_moe_evict_many(llama_context * ctx, int32_t n, const int32_t * rows, const int32_t * experts, int32_t * status) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    if (st->in_flight) {
+        return in_flight();
+    }
+    if (const int32_t error = no_list(n, rows, experts)) {
+        return error;
+    }
+    const int32_t n_done = each(n, rows, experts, status, [&](int32_t row, int32_t expert) { return evict_one(*st, row, expert); });
+    if (n_done > 0) {
+        st->placement_changed();
+    }
+    return n_done;
 }
 
 int32_t llama_moe_publish(llama_context * ctx) {
