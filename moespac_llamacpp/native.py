@@ -139,6 +139,16 @@ class _PerfData(ctypes.Structure):
     )
 
 
+class _Search(ctypes.Structure):
+    _fields_ = (
+        ("gap", ctypes.c_float),
+        ("near", ctypes.c_float),
+        ("edge", ctypes.c_float),
+        ("n_near", ctypes.c_int32),
+        ("best", ctypes.c_int32),
+    )
+
+
 class _InitParams(ctypes.Structure):
     _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
 
@@ -197,6 +207,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "llama_moe_graph_stats": (None, [_void_p, ctypes.POINTER(_int64), ctypes.POINTER(_int64)]),
     "llama_moe_prompt_bytes": (None, [_void_p, *[ctypes.POINTER(_int64)] * 4]),
     "llama_moe_host_bytes": (None, [_void_p, ctypes.POINTER(_int64), ctypes.POINTER(_int64)]),
+    "llama_moe_likeliest": (_int32, [_void_p, _int32, _int32, ctypes.POINTER(_Search), _void_p, _int32]),
     "llama_moe_kernel_isa": (_char_p, []),
     "llama_moe_set_kernel_limit": (_int32, [_int32]),
     "ggml_backend_load_all": (None, []),
@@ -390,6 +401,40 @@ def keep_graphs(ctx: Any, max_tokens: int) -> None:
 
     MoeError: Experts are attached, or another number than 0 to 512."""
     _check(_f["llama_moe_keep_graphs"](ctypes.cast(ctx, _void_p), max_tokens))
+
+
+class Likeliest:
+    """Finds the best tokens of a large vocabulary, with one look at its logits (llama_moe_likeliest).
+
+    out: room for as many candidates as there are tokens, of llama_token_data's layout, C-contiguous; it is written to.
+    near: this far below the largest logit a token is near it.
+    After a search, edge: what all that were found reach; best: the likeliest; alone: no other of those found is near it."""
+
+    def __init__(self, out: NDArray[Any], near: float = 0.0) -> None:
+        self._out, self._n_out, self.address = out, len(out), int(out.ctypes.data)
+        self._search = _Search(gap=np.inf, near=near)
+        self._pointer = ctypes.byref(self._search)
+
+    def find(self, logits: NDArray[np.float32], n: int) -> int:
+        """How many candidates were written: at least n, ascending by id, all that reach the edge.
+
+        0 where there is no cheap edge, or the logits are not float32 one after the other."""
+        if logits.dtype != np.float32 or not logits.flags.c_contiguous:
+            return 0
+        at = logits.__array_interface__["data"][0]
+        return int(_f["llama_moe_likeliest"](at, len(logits), n, self._pointer, self.address, self._n_out))
+
+    @property
+    def edge(self) -> float:
+        return float(self._search.edge)
+
+    @property
+    def best(self) -> int:
+        return int(self._search.best)
+
+    @property
+    def alone(self) -> bool:
+        return bool(self._search.n_near == 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------------

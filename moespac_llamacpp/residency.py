@@ -283,10 +283,11 @@ class Residency:
         n = self.experts.publish()
         self.window.decodes()
         if self._asked:
-            self._asked, jobs = False, self._jobs
+            self._asked, jobs, swaps = False, self._jobs, self._to_load
             self._jobs = []
-            self._loading = self._worker.submit(partial(self._begin, self._to_load))
-            self._ahead = self._worker.submit(partial(self._go_on, jobs, self._to_load))
+            self._loading, self._ahead = self._worker.submit_both(
+                partial(self._begin, swaps), partial(self._go_on, jobs, swaps)
+            )
         self.caller_seconds += time.perf_counter() - start
         return n
 

@@ -217,6 +217,19 @@ extern "C" {
     // Threads of the process's pool; 0: no context computes in-stream.
     LLAMA_API int32_t llama_moe_pool_threads(const struct llama_context * ctx);
 
+    // For who samples from a large vocabulary: the tokens whose logits reach an edge that lies not far below the n-th largest of the n_vocab
+    // logits, with their logits, in order of their ids; at least n. Looks at all logits once and sorts nothing. Returns how many were
+    // written to out[n_out], or 0 where there is no cheap edge: fewer than 16,384 logits, n above 1,024, a largest logit that is not
+    // finite, NaN, or no room for all that reach it. No context is needed.
+    struct llama_moe_search {
+        float gap;      // INFINITY at first; kept from search to search: how far below the largest logit the last edge lay, as a first guess
+        float near;     // in: this far below the largest logit a token is near it
+        float edge;     // out
+        int32_t n_near; // out: how many of the tokens found are near the largest, itself among them
+        llama_token best;
+    };
+    LLAMA_API int32_t llama_moe_likeliest(const float * logits, int32_t n_vocab, int32_t n, struct llama_moe_search * search, llama_token_data * out, int32_t n_out);
+
     // The instruction set of our cold kernels on this machine ("avx512-vnni", "avx2", "none").
     LLAMA_API const char * llama_moe_kernel_isa(void);
     // Caps it for tests and comparisons: 0 none, 1 avx2, 2 avx512-vnni; returns the level in force. Takes effect at attach.

@@ -8,6 +8,7 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <cmath>
 #include <exception>
 
 static thread_local std::string last_error;
@@ -581,6 +582,113 @@ void llama_moe_host_bytes(const llama_context * ctx, int64_t * total, int64_t * 
             *pinned += l->pinned ? n : 0;
         }
     }
+}
+
+// Tokens are taken in groups, GROUPS apart (neighbours in a vocabulary are often alike). The groups' maxima are logits themselves: a value
+// that n of them reach is reached by n tokens at least, and only groups whose maximum reaches it need a closer look.
+static constexpr int GROUPS    = 4096;
+static constexpr int MIN_GROUP = 4; // in smaller groups nothing is gained
+
+static constexpr int LANES     = 16; // maxima that do not wait for each other
+
+#if defined(__GNUC__) && defined(__x86_64__)
+#define FOR_EVERY_WIDTH inline __attribute__((always_inline))
+#else
+#define FOR_EVERY_WIDTH inline
+#endif
+
+// The maxima of the groups and the largest of all; false if there is a NaN.
+static FOR_EVERY_WIDTH bool group_maxima_of(const float * __restrict logits, int n_rows, float * __restrict maxima, float & top) {
+    std::fill(maxima, maxima + GROUPS, -INFINITY);
+    int32_t any_nan = 0;
+    for (int i = 0; i < n_rows; i++) {
+        const float * __restrict row = logits + (size_t) i*GROUPS;
+        for (int g = 0; g < GROUPS; g++) {
+            maxima[g] = maxima[g] < row[g] ? row[g] : maxima[g];
+            any_nan  |= row[g] != row[g];
+        }
+    }
+    float best[LANES];
+    std::copy(maxima, maxima + LANES, best);
+    for (int g = LANES; g < GROUPS; g += LANES) {
+        for (int k = 0; k < LANES; k++) {
+            best[k] = best[k] < maxima[g + k] ? maxima[g + k] : best[k];
+        }
+    }
+    top = *std::max_element(best, best + LANES);
+    return any_nan == 0;
+}
+
+#if defined(__GNUC__) && defined(__x86_64__)
+__attribute__((target("avx2"))) static bool group_maxima_avx2(const float * logits, int n_rows, float * maxima, float & top) {
+    return group_maxima_of(logits, n_rows, maxima, top);
+}
+
+static bool group_maxima(const float * logits, int n_rows, float * maxima, float & top) {
+    static const bool wide = __builtin_cpu_supports("avx2");
+    return wide ? group_maxima_avx2(logits, n_rows, maxima, top) : group_maxima_of(logits, n_rows, maxima, top);
+}
+#else
+static bool group_maxima(const float * logits, int n_rows, float * maxima, float & top) {
+    return group_maxima_of(logits, n_rows, maxima, top);
+}
+#endif
+
+int32_t llama_moe_likeliest(const float * logits, int32_t n_vocab, int32_t n, llama_moe_search * search, llama_token_data * out, int32_t n_out) {
+    if (n < 1 || n_vocab < MIN_GROUP*GROUPS || 4*(int64_t) n > GROUPS) {
+        return 0;
+    }
+    float maxima[GROUPS];
+    const int n_rows = n_vocab/GROUPS;
+    float top = 0;
+    if (!group_maxima(logits, n_rows, maxima, top) || !std::isfinite(top)) {
+        return 0;
+    }
+    float low = top - search->gap;
+    const auto n_reach = std::count_if(maxima, maxima + GROUPS, [&](float m) { return m >= low; });
+    if (n_reach < n || n_reach > 2*n) {
+        float sorted[GROUPS];
+        std::copy(maxima, maxima + GROUPS, sorted);
+        float * at = sorted + GROUPS - n*4/3 - 1; // a little more than asked for, so that the guess lasts
+        std::nth_element(sorted, at, sorted + GROUPS);
+        low  = *at;
+        search->gap = std::isfinite(low) ? top - low : INFINITY;
+    }
+    if (!std::isfinite(low)) {
+        return 0;
+    }
+    int32_t groups[GROUPS];
+    int n_groups = 0;
+    for (int g = 0; g < GROUPS; g++) {
+        groups[n_groups] = g;
+        n_groups += maxima[g] >= low;
+    }
+    int32_t n_found = 0;
+    bool room = true;
+    auto look_at = [&](int32_t id) {
+        if (logits[id] >= low && (room = n_found < n_out)) {
+            out[n_found++] = { id, logits[id], 0.0f };
+        }
+    };
+    for (int i = 0; i < n_rows && room; i++) {
+        for (int k = 0; k < n_groups && room; k++) {
+            look_at(i*GROUPS + groups[k]);
+        }
+    }
+    for (int32_t id = n_rows*GROUPS; id < n_vocab && room; id++) {
+        if (!(logits[id] < INFINITY)) { // NaN too
+            return 0;
+        }
+        look_at(id);
+    }
+    if (!room || n_found == 0) {
+        return 0;
+    }
+    const llama_token_data * best = std::max_element(out, out + n_found, [](const auto & a, const auto & b) { return a.logit < b.logit; });
+    search->edge   = low;
+    search->best   = best->id;
+    search->n_near = (int32_t) std::count_if(out, out + n_found, [&](const auto & x) { return x.logit >= best->logit - search->near; });
+    return n_found;
 }
 
 const char * llama_moe_kernel_isa(void) {
