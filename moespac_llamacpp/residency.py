@@ -6,8 +6,11 @@ of their own (worker.py) while the caller waits in the library:
 - While a draft model guesses, the thread observes the last decode, plans with each token that becomes known and starts the
   moves. The target's context is idle then, and `publish` waits for the thread before it is used again.
 - Without a draft that takes time, the thread observes and plans while the target decodes. `plan`, after the decode, evicts
-  the victims of that plan; the thread starts its uploads while the next decode runs (the library allows `load` then, and
-  nothing else). So what one batch taught starts one batch later than it could.
+  the victims of that plan; the thread starts its uploads while the next decode runs (the library allows `load` then, and to
+  ask for the states, and nothing else that concerns moves). So what one batch taught starts one batch later than it could.
+
+A step waits for the caller's part only: copying the choices, one call that evicts, one that publishes, one that wakes the
+thread. Whatever else there is to be done, down to the lists for the library, is the thread's.
 
 Jobs are handed over right before the caller enters the library for long, not before: until then the two threads would fight for
 Python's lock, which every short call into the library gives away.
@@ -46,7 +49,7 @@ MEASURABLE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Swaps:
-    """The moves of a plan, as the library takes them: made where the plan was made."""
+    """The moves of a plan, as the library takes them: made where the plan was made. n_bytes: what they upload."""
 
     moves: list[Move]
     victims: native.Places
@@ -255,7 +258,7 @@ class Residency:
         elif self.overlap:
             self._asked, self._to_load = True, swaps
         else:
-            self._look(swaps)
+            self._look()
             self._start(self._planned(swaps))
         self.caller_seconds += time.perf_counter() - start
 
@@ -378,14 +381,14 @@ class Residency:
         self._before = self.experts.states_table(), self._limits()
         self._start(self._planned(self._nothing))
 
-    def _look(self, started: Swaps) -> None:
-        """What is where once the uploads of `started` have been started, and what the next plan may move."""
+    def _look(self) -> None:
+        """What is where, and what the plan to be made may move."""
         self._share_out(1)
         self._before = self.experts.states_table(), self._limits()
 
     def _begin(self, swaps: Swaps) -> None:
-        """The thread's first job during a decode, for which the caller waits before anything else."""
-        self._look(swaps)
+        """The thread's first job during a decode, for which the caller waits before it does anything else."""
+        self._look()
         self._load(swaps)
 
     def _go_on(self, jobs: list[Callable[[], None]], started: Swaps) -> Swaps:
@@ -439,13 +442,11 @@ class Residency:
         self.n_moves += n_done
         if n_done < wanted.n:
             n_bytes -= sum([self._bytes_of[wanted[i][0]] for i in wanted.refused])
-            if "FAILED" in wanted.refused.values():
-                self.max_moves = self._moves_left = (
-                    0  # the device lane takes no more uploads; generation goes on without it
-                )
             # a withdrawn upload holds its slot until it has landed: the next plan will ask again; and whoever else moves
             # experts may have loaded this one since it was planned
-            _only(wanted, "loaded", "FAILED", "NO_FREE_SLOT", "ALREADY_RESIDENT")
+            _only(wanted, "loaded", "NO_FREE_SLOT", "ALREADY_RESIDENT", "FAILED")
+            if "FAILED" in wanted.refused.values():  # the device lane takes no more; generation goes on without it
+                self.max_moves = self._moves_left = 0
         self.window.started(n_bytes)
 
 
