@@ -331,9 +331,6 @@ class Context:
         self.n_ctx = int(llama_cpp.llama_n_ctx(self.pointer))
         self.n_batch = int(llama_cpp.llama_n_batch(self.pointer))
         self._batch: Any = llama_cpp.llama_batch_init(self.n_batch, 0, 1)
-        for i in range(self.n_batch):  # one sequence, for good
-            self._batch.n_seq_id[i], self._batch.seq_id[i][0] = 1, 0
-        self._fields = self._batch.token, self._batch.pos, self._batch.logits
         self._memory: Any = llama_cpp.llama_get_memory(self.pointer)
         self.experts: native.Experts | None = None
         self.n_past = 0
@@ -372,10 +369,20 @@ class Context:
             raise ValueError(f"a batch has 1 to {self.n_batch} tokens, not {n}")
         if self.n_past + n > self.n_ctx:
             raise ValueError(f"the context of {self.n_ctx} tokens is full: {self.n_past} used, {n} more wanted")
-        batch, (token_at, pos_at, wanted_at) = self._batch, self._fields
+        batch = self._batch
         batch.n_tokens = n
+        # each look at a field makes a pointer
+        token_at, pos_at, n_seq_at, seq_at, wanted_at = (
+            batch.token,
+            batch.pos,
+            batch.n_seq_id,
+            batch.seq_id,
+            batch.logits,
+        )
         for i, token in enumerate(tokens):
             token_at[i], pos_at[i], wanted_at[i] = token, self.n_past + i, all_logits or i == n - 1
+            n_seq_at[i] = 1
+            seq_at[i][0] = 0
         _log.clear()
         code = llama_cpp.llama_decode(self.pointer, batch)
         if code != 0:
