@@ -371,12 +371,18 @@ class Context:
             raise ValueError(f"the context of {self.n_ctx} tokens is full: {self.n_past} used, {n} more wanted")
         batch = self._batch
         batch.n_tokens = n
+        # each look at a field makes a pointer
+        token_at, pos_at, n_seq_at, seq_at, wanted_at = (
+            batch.token,
+            batch.pos,
+            batch.n_seq_id,
+            batch.seq_id,
+            batch.logits,
+        )
         for i, token in enumerate(tokens):
-            batch.token[i] = token
-            batch.pos[i] = self.n_past + i
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = 0
-            batch.logits[i] = all_logits or i == n - 1
+            token_at[i], pos_at[i], wanted_at[i] = token, self.n_past + i, all_logits or i == n - 1
+            n_seq_at[i] = 1
+            seq_at[i][0] = 0
         _log.clear()
         code = llama_cpp.llama_decode(self.pointer, batch)
         if code != 0:

@@ -54,9 +54,9 @@ STATUS = {
 class MoeError(RuntimeError):
     """An error of the native layer: `status` is its name in enum llama_moe_status, the text its sentence."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int | str, message: str) -> None:
         super().__init__(message)
-        self.status = STATUS.get(status, str(status))
+        self.status = status if isinstance(status, str) else STATUS.get(status, str(status))
 
 
 class Tensor(ctypes.Structure):
@@ -140,6 +140,16 @@ class _PerfData(ctypes.Structure):
     )
 
 
+class _Search(ctypes.Structure):
+    _fields_ = (
+        ("gap", ctypes.c_float),
+        ("near", ctypes.c_float),
+        ("edge", ctypes.c_float),
+        ("n_near", ctypes.c_int32),
+        ("best", ctypes.c_int32),
+    )
+
+
 class _InitParams(ctypes.Structure):
     _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
 
@@ -184,6 +194,8 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "llama_moe_prompt_memory": (_int64, [_void_p]),
     "llama_moe_load": (_int32, [_void_p, _int32, _int32]),
     "llama_moe_evict": (_int32, [_void_p, _int32, _int32]),
+    "llama_moe_load_many": (_int32, [_void_p, _int32, *[ctypes.POINTER(_int32)] * 3]),
+    "llama_moe_evict_many": (_int32, [_void_p, _int32, *[ctypes.POINTER(_int32)] * 3]),
     "llama_moe_publish": (_int32, [_void_p]),
     "llama_moe_sync": (_int32, [_void_p]),
     "llama_moe_residency": (_int32, [_void_p, _int32, ctypes.POINTER(ctypes.c_uint8)]),
@@ -196,6 +208,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "llama_moe_graph_stats": (None, [_void_p, ctypes.POINTER(_int64), ctypes.POINTER(_int64)]),
     "llama_moe_prompt_bytes": (None, [_void_p, *[ctypes.POINTER(_int64)] * 4]),
     "llama_moe_host_bytes": (None, [_void_p, ctypes.POINTER(_int64), ctypes.POINTER(_int64)]),
+    "llama_moe_likeliest": (_int32, [_void_p, _int32, _int32, ctypes.POINTER(_Search), _void_p, _int32]),
     "llama_moe_kernel_isa": (_char_p, []),
     "llama_moe_set_kernel_limit": (_int32, [_int32]),
     "ggml_backend_load_all": (None, []),
@@ -391,6 +404,40 @@ def keep_graphs(ctx: Any, max_tokens: int) -> None:
     _check(_f["llama_moe_keep_graphs"](ctypes.cast(ctx, _void_p), max_tokens))
 
 
+class Likeliest:
+    """Finds the best tokens of a large vocabulary, with one look at its logits (llama_moe_likeliest).
+
+    out: room for as many candidates as there are tokens, of llama_token_data's layout, C-contiguous; it is written to.
+    near: this far below the largest logit a token is near it.
+    After a search, edge: what all that were found reach; best: the likeliest; alone: no other of those found is near it."""
+
+    def __init__(self, out: NDArray[Any], near: float = 0.0) -> None:
+        self._out, self._n_out, self.address = out, len(out), int(out.ctypes.data)
+        self._search = _Search(gap=np.inf, near=near)
+        self._pointer = ctypes.byref(self._search)
+
+    def find(self, logits: NDArray[np.float32], n: int) -> int:
+        """How many candidates were written: at least n, ascending by id, all that reach the edge.
+
+        0 where there is no cheap edge, or the logits are not float32 one after the other."""
+        if logits.dtype != np.float32 or not logits.flags.c_contiguous:
+            return 0
+        at = logits.__array_interface__["data"][0]
+        return int(_f["llama_moe_likeliest"](at, len(logits), n, self._pointer, self.address, self._n_out))
+
+    @property
+    def edge(self) -> float:
+        return float(self._search.edge)
+
+    @property
+    def best(self) -> int:
+        return int(self._search.best)
+
+    @property
+    def alone(self) -> bool:
+        return bool(self._search.n_near == 1)
+
+
 # ----------------------------------------------------------------------------------------------------------------------------
 # residency
 
@@ -463,6 +510,31 @@ def check_execution(name: str) -> int:
     return EXECUTIONS[name]
 
 
+class Places:
+    """A list of experts for Experts.load_many and evict_many, as the library takes it; one thread's at a time.
+
+    refused: what the last call did not do, a name in enum llama_moe_status by position."""
+
+    def __init__(self, places: Sequence[tuple[int, int]]) -> None:
+        """places: (row, expert)."""
+        self.n = len(places)
+        self.refused: dict[int, str] = {}
+        kind = _int32 * self.n
+        self._rows, self._experts = kind(*[row for row, _ in places]), kind(*[expert for _, expert in places])
+        self._status = kind()
+
+    def __getitem__(self, i: int) -> tuple[int, int]:
+        return self._rows[i], self._experts[i]
+
+    def give(self, function: Any, ctx: Any) -> int:
+        """How many were done. MoeError: none was tried."""
+        n_done = _check(function(ctx, self.n, self._rows, self._experts, self._status))
+        self.refused = {}
+        if n_done < self.n:
+            self.refused = {i: STATUS.get(s, str(s)) for i, s in enumerate(self._status) if s}
+        return n_done
+
+
 #: By context: native code holds them until they are unset, whatever happens to the Experts object.
 _callbacks: dict[int | None, Any] = {}
 
@@ -522,6 +594,8 @@ class Experts:
         self.n_expert = int(_f["llama_moe_n_expert"](self._ctx))
         self._states = ctypes.c_uint8 * (self.n_rows * self.n_expert)
         self._views: dict[tuple[int, int, int], NDArray[np.int32]] = {}
+        self._n_tokens, self._n_used = _int32(), _int32()
+        self._sizes = ctypes.byref(self._n_tokens), ctypes.byref(self._n_used)
 
     def detach(self) -> None:
         """Frees the slots; the context is plain llama.cpp again. A no-op when detached. Call it before the context is freed."""
@@ -626,6 +700,15 @@ class Experts:
         """Drops a resident, or withdraws an upload."""
         _check(_f["llama_moe_evict"](self._ctx, row, expert))
 
+    def load_many(self, places: Places) -> int:
+        """`load` for each, in one call; returns how many were started. What was refused is in `places.refused`, and does not
+        keep the others from being done. MoeError: nothing is attached."""
+        return places.give(_f["llama_moe_load_many"], self._ctx)
+
+    def evict_many(self, places: Places) -> int:
+        """`evict` for each, as `load_many`. MoeError: nothing is attached, or IN_FLIGHT."""
+        return places.give(_f["llama_moe_evict_many"], self._ctx)
+
     def publish(self) -> int:
         """Makes the uploads that have landed visible; returns how many. Never waits."""
         return _check(_f["llama_moe_publish"](self._ctx))
@@ -641,7 +724,9 @@ class Experts:
         return states[: self.row(row).n_expert]
 
     def states_table(self) -> NDArray[np.uint8]:
-        """The states of all rows at once, uint8 [n_rows, n_expert]; COLD where a row has no such expert or no slots."""
+        """The states of all rows at once, uint8 [n_rows, n_expert]; COLD where a row has no such expert or no slots.
+
+        Also while a decode is in flight, from any thread."""
         table = self._states()  # numpy's way to tell an address takes longer than the call
         _check(_f["llama_moe_residency_table"](self._ctx, table))
         return np.frombuffer(memoryview(table), np.uint8).reshape(self.n_rows, self.n_expert)
@@ -660,12 +745,11 @@ class Experts:
 
         In router rank order; -1: not computed (rows without experts, or tokens that the model's last layer leaves out). Views
         of native memory, valid until the next decode. Waits for a decode in flight."""
-        if not _f["llama_moe_n_rows"](self._ctx):
-            raise MoeError(-2, "no per-expert residency is attached to this context")
-        n_tokens, n_used = _int32(), _int32()
         found: list[NDArray[np.int32]] = []
-        while address := _f["llama_moe_choices"](self._ctx, len(found), ctypes.byref(n_tokens), ctypes.byref(n_used)):
-            found.append(self._choices_at(address, n_tokens.value, n_used.value))
+        while address := _f["llama_moe_choices"](self._ctx, len(found), *self._sizes):
+            found.append(self._choices_at(address, self._n_tokens.value, self._n_used.value))
+        if not found and not _f["llama_moe_n_rows"](self._ctx):
+            raise MoeError(-2, "no per-expert residency is attached to this context")
         return found
 
     def _choices_at(self, address: int, n_tokens: int, n_used: int) -> NDArray[np.int32]:

@@ -6,8 +6,11 @@ of their own (worker.py) while the caller waits in the library:
 - While a draft model guesses, the thread observes the last decode, plans with each token that becomes known and starts the
   moves. The target's context is idle then, and `publish` waits for the thread before it is used again.
 - Without a draft that takes time, the thread observes and plans while the target decodes. `plan`, after the decode, evicts
-  the victims of that plan; the thread starts its uploads while the next decode runs (the library allows `load` then, and
-  nothing else). So what one batch taught starts one batch later than it could.
+  the victims of that plan; the thread starts its uploads while the next decode runs (the library allows `load` then, and to
+  ask for the states, and nothing else that concerns moves). So what one batch taught starts one batch later than it could.
+
+A step waits for the caller's part only: copying the choices, one call that evicts, one that publishes, one that wakes the
+thread. Whatever else there is to be done, down to the lists for the library, is the thread's.
 
 Jobs are handed over right before the caller enters the library for long, not before: until then the two threads would fight for
 Python's lock, which every short call into the library gives away.
@@ -18,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -41,6 +45,16 @@ STREAM_EXPERTS = 8
 LOOK_AHEAD = 8
 #: Less than this says nothing of a link's rate.
 MEASURABLE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Swaps:
+    """The moves of a plan, as the library takes them: made where the plan was made. n_bytes: what they upload."""
+
+    moves: list[Move]
+    victims: native.Places
+    wanted: native.Places
+    n_bytes: int
 
 
 def block_sizes(experts: native.Experts) -> list[BlockSize]:
@@ -110,10 +124,12 @@ class Residency:
         self._meter = Meter(experts)
         self._worker = Worker()
         self._jobs: list[Callable[[], None]] = []  # not handed over yet
-        self._asked: Callable[[], list[Move]] | None = None  # the plan to be made while the target decodes
-        self._ahead: Job[list[Move]] | None = None  # the plan that was made while it did
-        self._to_load: list[Move] = []  # the uploads to be started while it does
+        self._asked = False  # a plan shall be made while the target decodes
+        self._ahead: Job[Swaps] | None = None  # the plan that was made while it did
+        self._nothing = self._swaps([])
+        self._to_load = self._nothing  # the uploads to be started while it does
         self._loading: Job[None] | None = None
+        self._before: tuple[NDArray[np.uint8], Limits] | None = None  # what the plan to be made starts from
         self._drafting = False
         self._plans_left = 0
         self._moves_left: int = 0
@@ -226,24 +242,24 @@ class Residency:
             self._worker.join()  # a draft that was interrupted
         if self._loading is not None:
             self._loading.wait()  # ended long ago, unless the decode was not observed
-        planned, self._ahead, self._asked = self._ahead, None, None
+        planned, self._ahead, self._asked = self._ahead, None, False
         self._drafting = n_expect > 0
         if planned is None or self._drafting:  # a newer plan is about to be made
             self._worker.check()
-            moves = []
+            swaps = self._nothing
         else:
             self._worker.join()  # ended long ago
-            moves = planned.result()
-        self._evict(moves)
+            swaps = planned.result()
+            self._evict(swaps)
         self._look_around()
-        self._share_out(max(1, n_expect))
         self.window.planned()
-        if not self._drafting:
-            states = self.experts.states_table()
-            self._asked = partial(self._planned, states, moves, self._limits())
-            self._to_load = moves
-            if not self.overlap:
-                self._start(self._asked())
+        if self._drafting:
+            self._share_out(n_expect)
+        elif self.overlap:
+            self._asked, self._to_load = True, swaps
+        else:
+            self._look()
+            self._start(self._planned(swaps))
         self.caller_seconds += time.perf_counter() - start
 
     def expect(self, tokens: Sequence[int]) -> None:
@@ -258,7 +274,7 @@ class Residency:
     def publish(self) -> int:
         """Makes what has landed visible, returns how many; to be called right before a decode. Waits for no upload, unless
         `sync_moves`."""
-        if self.complete and not self._jobs and self._asked is None and not self._drafting:
+        if self.complete and not self._jobs and not self._asked and not self._drafting:
             return 0
         start = time.perf_counter()
         if self._drafting:
@@ -268,12 +284,13 @@ class Residency:
         if self.sync_moves:
             self.experts.sync()
         n = self.experts.publish()
-        if self.overlap and self._asked is not None:
-            self._loading = self._worker.submit(partial(self._load, self._to_load))
-            self._hand_over()
-            self._ahead = self._worker.submit(self._asked)
-            self._asked = None
         self.window.decodes()
+        if self._asked:
+            self._asked, jobs, swaps = False, self._jobs, self._to_load
+            self._jobs = []
+            self._loading, self._ahead = self._worker.submit_both(
+                partial(self._begin, swaps), partial(self._go_on, jobs, swaps)
+            )
         self.caller_seconds += time.perf_counter() - start
         return n
 
@@ -361,11 +378,30 @@ class Residency:
 
     def _expect(self, tokens: Sequence[int]) -> None:
         self.policy.expect(tokens)
-        self._start(self._planned(self.experts.states_table(), [], self._limits()))
+        self._before = self.experts.states_table(), self._limits()
+        self._start(self._planned(self._nothing))
 
-    def _planned(self, states: NDArray[np.uint8], started: list[Move], limits: Limits) -> list[Move]:
-        """A plan for the states of all experts, as they were before the uploads of `started`."""
-        for move in started:
+    def _look(self) -> None:
+        """What is where, and what the plan to be made may move."""
+        self._share_out(1)
+        self._before = self.experts.states_table(), self._limits()
+
+    def _begin(self, swaps: Swaps) -> None:
+        """The thread's first job during a decode, for which the caller waits before it does anything else."""
+        self._look()
+        self._load(swaps)
+
+    def _go_on(self, jobs: list[Callable[[], None]], started: Swaps) -> Swaps:
+        """Its second: hears of the last decode, and plans."""
+        for job in jobs:
+            job()
+        return self._planned(started)
+
+    def _planned(self, started: Swaps) -> Swaps:
+        """A plan by what `_before` holds, as it was before the uploads of `started`."""
+        assert self._before is not None
+        states, limits = self._before
+        for move in started.moves:
             states[move.row, move.expert] = native.UPLOADING
         self.window.on_the_way(float(np.count_nonzero(states == native.UPLOADING, axis=1) @ self.expert_bytes))
         resident = states != native.COLD
@@ -375,41 +411,48 @@ class Residency:
             self.experts.set_values(worth)
         if limits.window is not None:  # also for policies that know nothing of a link
             moves = within(moves, self.expert_bytes, limits.window * self.rates.link_bytes)
-        return moves
+        return self._swaps(moves)
 
-    def _start(self, moves: list[Move]) -> None:
-        self._evict(moves)
-        self._load(moves)
+    def _swaps(self, moves: list[Move]) -> Swaps:
+        return Swaps(
+            moves,
+            native.Places([(m.row, m.victim) for m in moves if m.victim is not None]),
+            native.Places([(m.row, m.expert) for m in moves]),
+            sum([self._bytes_of[m.row] for m in moves]),
+        )
 
-    def _evict(self, moves: list[Move]) -> None:
+    def _start(self, swaps: Swaps) -> None:
+        self._evict(swaps)
+        self._load(swaps)
+
+    def _evict(self, swaps: Swaps) -> None:
         """Makes room; not while a decode is in flight."""
-        for move in moves:
-            if move.victim is None:
-                continue
-            try:
-                self.experts.evict(move.row, move.victim)
-            except native.MoeError as error:
-                # planned before it was known that its own upload had found no slot: there is nothing to evict
-                if error.status != "NOT_RESIDENT":
-                    raise
-        self._moves_left -= len(moves)
-        self._bytes_left -= sum([self._bytes_of[move.row] for move in moves])
+        if swaps.victims.n and self.experts.evict_many(swaps.victims) < swaps.victims.n:
+            # planned before it was known that its own upload had found no slot: there is nothing to evict
+            _only(swaps.victims, "evicted", "NOT_RESIDENT")
+        self._moves_left -= len(swaps.moves)
+        self._bytes_left -= swaps.n_bytes
 
-    def _load(self, moves: list[Move]) -> None:
+    def _load(self, swaps: Swaps) -> None:
         """Starts the uploads; also while a decode is in flight."""
-        n_bytes = 0
-        for move in moves:
-            try:
-                self.experts.load(move.row, move.expert)
-            except native.MoeError as error:
-                if error.status == "FAILED":  # the device lane takes no more uploads; generation goes on without it
-                    self.max_moves = self._moves_left = 0
-                    break
-                # a withdrawn upload holds its slot until it has landed: the next plan will ask again; and whoever else moves
-                # experts may have loaded this one since it was planned
-                if error.status not in ("NO_FREE_SLOT", "ALREADY_RESIDENT"):
-                    raise
-            else:
-                self.n_moves += 1
-                n_bytes += self._bytes_of[move.row]
+        wanted, n_bytes = swaps.wanted, swaps.n_bytes
+        if not wanted.n:
+            return
+        n_done = self.experts.load_many(wanted)
+        self.n_moves += n_done
+        if n_done < wanted.n:
+            n_bytes -= sum([self._bytes_of[wanted[i][0]] for i in wanted.refused])
+            # a withdrawn upload holds its slot until it has landed: the next plan will ask again; and whoever else moves
+            # experts may have loaded this one since it was planned
+            _only(wanted, "loaded", "NO_FREE_SLOT", "ALREADY_RESIDENT", "FAILED")
+            if "FAILED" in wanted.refused.values():  # the device lane takes no more; generation goes on without it
+                self.max_moves = self._moves_left = 0
         self.window.started(n_bytes)
+
+
+def _only(places: native.Places, what: str, *expected: str) -> None:
+    """MoeError: one of the places was refused for another reason than these."""
+    for i, status in places.refused.items():
+        if status not in expected:
+            row, expert = places[i]
+            raise native.MoeError(status, f"expert {expert} of row {row} cannot be {what}: {status}")

@@ -20,6 +20,7 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
+from moespac_llamacpp.native import Likeliest
 from moespac_llamacpp.shortlist import Shortlist
 
 if TYPE_CHECKING:
@@ -72,10 +73,14 @@ class Law:
 
     def of(self, token: int) -> float:
         """Its probability, 0 if the chain removed it."""
+        if len(self.ids) == 1:
+            return float(self.p[0]) if self.ids[0] == token else 0.0
         found = (self.ids == token).nonzero()[0]
         return float(self.p[found[0]]) if len(found) else 0.0
 
 
+_CERTAIN = np.ones(1)
+_CERTAIN.flags.writeable = False
 _NO_TOKENS = np.zeros(0, np.int64)
 _NOTHING = Law(np.zeros(0, np.int32), np.zeros(0, np.float64))
 
@@ -132,6 +137,11 @@ class Sampler:
         self._n_best = 1 if sampling.greedy else max(0, sampling.top_k)
         #: top-p is the first to choose, of all tokens
         self._weighs = not self._n_best and sampling.typical_p >= 1 and sampling.top_p < 1 and grammar is None
+        # A token below min-p's share of the best one's probability is not left, and the best one is: where no other is near it,
+        # it is the law, whatever top-k, top-p and the temperature are.
+        stays = not sampling.greedy and 0 < sampling.min_p <= 1 and sampling.typical_p >= 1
+        self._near = SLACK - log(sampling.min_p) if stays else np.inf
+        self._likeliest = Likeliest(self._candidates, self._near)
         self._array = _TokenArray()
         self._array_pointer = ctypes.cast(ctypes.byref(self._array), llama_cpp.llama_token_data_array_p)
 
@@ -218,7 +228,9 @@ class Sampler:
         nucleus = self._nucleus(logits) if self._weighs else None
         if nucleus is not None:
             return _softmax(self._apply(self._end, nucleus))
-        left = self._adjusted(logits)
+        left = self._shortlisted(logits) if self._n_best and not self._excludes else self._adjusted(logits)
+        if isinstance(left, Law):
+            return left
         if not len(left):
             return _NOTHING
         if self.sampling.greedy:
@@ -267,7 +279,7 @@ class Sampler:
             candidates = self._candidates_from(logits, edge, changed)
             if len(changed):
                 self._apply(self._head, candidates)
-            if not self._excludes:  # n tokens are enough, whatever becomes of those that changed
+            if not self._excludes:  # enough, see `_shortlisted`
                 return candidates
             if self._grammar:
                 self._apply(self._grammar, candidates)
@@ -275,6 +287,26 @@ class Sampler:
             if edge == -np.inf or not self._n_best or np.count_nonzero(candidates["logit"] >= edge) >= self._n_best:
                 return candidates[candidates["logit"] > -np.inf]
             n = n * 8 if self._prefixes is None else len(logits)
+
+    def _shortlisted(self, logits: NDArray[np.float32]) -> NDArray[Any] | Law:
+        """As `_adjusted` where nothing is excluded: n tokens are enough then, whatever becomes of those that changed. The law
+        itself where that is clear already."""
+        changed, search = self._changed(len(logits)), self._likeliest
+        n = search.find(logits, self._n_best + len(changed))
+        if not n:
+            return self._adjusted(logits)
+        if not len(changed):
+            return Law(np.array([search.best], np.int32), _CERTAIN) if search.alone else self._candidates[:n]
+        low = changed[logits[changed] < search.edge]
+        added = self._candidates[n : n + len(low)]
+        added["id"], added["logit"] = low, logits[low]
+        candidates = self._candidates[: n + len(low)]
+        self._apply(self._head, candidates)
+        logit = candidates["logit"]
+        best = logit.argmax()
+        if self._near < np.inf and np.count_nonzero(logit >= logit[best] - self._near) == 1:
+            return Law(candidates["id"][best : best + 1].copy(), _CERTAIN)
+        return candidates
 
     def _changed(self, n_vocab: int) -> NDArray[np.int64]:
         """Tokens whose logits the bias or the penalties will change, each once."""
@@ -320,7 +352,9 @@ class Sampler:
 
     def _apply(self, sampler: Any, candidates: NDArray[Any]) -> NDArray[Any]:
         """What the sampler leaves of the candidates, which it changes and may sort."""
-        array, address = self._array, candidates.ctypes.data
+        array = self._array
+        # to ask numpy for an address takes longer than some samplers
+        address = self._likeliest.address if candidates.base is self._candidates else candidates.ctypes.data
         array.data, array.size, array.selected, array.sorted = address, len(candidates), -1, False
         llama_cpp.llama_sampler_apply(sampler, self._array_pointer)
         if array.data == address:

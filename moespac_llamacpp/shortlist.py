@@ -2,6 +2,10 @@
 
 Tokens are taken in strided groups (neighbours in a vocabulary are often alike). The maxima of the groups are themselves logits: a
 value that n of them reach is reached by at least n tokens, and only groups whose maximum reaches it need a closer look.
+
+For grammars, logit bias and top-p without top-k. Where top-k decides alone, the library does the same in one call
+(native.Likeliest): right after a decode, when no cache holds any of this, each call of numpy costs several times what it costs
+in a loop.
 """
 
 from __future__ import annotations

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Job(Generic[T]):
@@ -49,23 +50,32 @@ class Worker:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._queue: SimpleQueue[Job[object] | None] = SimpleQueue()
-        self._open: list[Job[object]] = []  # jobs that nobody has looked at since they were submitted
+        self._queue: SimpleQueue[Sequence[Job[Any]] | None] = SimpleQueue()
+        self._open: list[Job[Any]] = []  # jobs that nobody has looked at since they were submitted
         self._thread: threading.Thread | None = None
         self._stop = weakref.finalize(self, self._queue.put, None)
 
     def submit(self, call: Callable[[], T]) -> Job[T]:
         """RuntimeError: it is closed, so that nobody would ever run the job."""
+        job = Job(call)
+        self._give((job,))
+        return job
+
+    def submit_both(self, first: Callable[[], T], second: Callable[[], U]) -> tuple[Job[T], Job[U]]:
+        """Two jobs, for which the thread is woken once: that takes longer than all the rest. RuntimeError: as `submit`."""
+        jobs = Job(first), Job(second)
+        self._give(jobs)
+        return jobs
+
+    def _give(self, jobs: Sequence[Job[Any]]) -> None:
         if not self._stop.alive:
             raise RuntimeError("the planner's thread has been closed")
-        job = Job(call)
         if self._thread is None:
             own = weakref.ref(self)
             self._thread = threading.Thread(target=_work, args=(self._queue, own), name="moespac-planner", daemon=True)
             self._thread.start()
-        self._open.append(job)  # type: ignore[arg-type]
-        self._queue.put(job)  # type: ignore[arg-type]
-        return job
+        self._open += jobs
+        self._queue.put(jobs)
 
     def wait(self) -> None:
         """Waits for all jobs; raises nothing."""
@@ -92,10 +102,11 @@ class Worker:
         self._open.clear()
 
 
-def _work(queue: SimpleQueue[Job[object] | None], owner: weakref.ref[Worker]) -> None:
-    while (job := queue.get()) is not None:
+def _work(queue: SimpleQueue[Sequence[Job[Any]] | None], owner: weakref.ref[Worker]) -> None:
+    while (jobs := queue.get()) is not None:
         start = time.perf_counter()
-        job.run()
+        for job in jobs:
+            job.run()
         if (worker := owner()) is not None:
             worker.seconds += time.perf_counter() - start
-        del job, worker
+        del job, jobs, worker

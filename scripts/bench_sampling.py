@@ -14,6 +14,7 @@ happens, with caches that are full of weights.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -191,6 +192,8 @@ def _gap(model: Model, share: float | None, n_drafts: int, sampling: Sampling) -
 
 
 def main() -> None:
+    about = (__doc__ or "").split("\n\n")
+    argparse.ArgumentParser(description=about[0], epilog=" ".join(about[2].split())).parse_args()
     capture_log()
     print(f"vocabulary {N_VOCAB}; medians")
     chains()

@@ -12,10 +12,12 @@ import llama_cpp
 import numpy as np
 import pytest
 
+from moespac_llamacpp import native
 from moespac_llamacpp.acceptance import END, Law, Sampler, Sampling, log_probability, top_log_probabilities, verify
 from moespac_llamacpp.shortlist import Shortlist
 
 N_VOCAB = 16
+CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 CHAINS = {
     "temperature": Sampling(temperature=0.9, top_k=0, top_p=1, min_p=0),
     "all": Sampling(temperature=1.4, top_k=9, top_p=0.95, min_p=0.04),
@@ -283,6 +285,65 @@ def test_a_shortlist_has_enough_tokens_and_not_many_more() -> None:
     assert len(shortlist.reaching(ties, shortlist.edge(ties, 40))[0]) == len(ties)
     ties[5:] = -np.inf
     assert shortlist.edge(ties, 40) == -np.inf
+
+
+def test_the_likeliest_tokens_are_found_with_one_look() -> None:
+    rng = np.random.default_rng(0)
+    for n_vocab, n in ((151_936, 104), (151_937, 1), (32_000, 300), (16_384, 40)):
+        out = np.zeros(n_vocab, CANDIDATE)
+        search = native.Likeliest(out, near=1.0)
+        for scale in (1, 1, 1.1, 3, 0.01, 1):  # guesses from the last logits that hold, and that do not
+            logits = (scale * rng.standard_normal(n_vocab)).astype(np.float32)
+            found = out[: search.find(logits, n)]
+            assert n <= len(found) < 4 * n + 8
+            assert found["id"].tolist() == np.flatnonzero(logits >= np.float32(search.edge)).tolist()
+            assert (found["logit"] == logits[found["id"]]).all() and not found["p"].any()
+            assert search.best == logits.argmax()
+            assert search.alone == (np.count_nonzero(found["logit"] >= logits.max() - np.float32(1)) == 1)
+        logits[-1] = 50  # behind the last full row
+        n_found = search.find(logits, n)
+        assert search.best == n_vocab - 1 == out["id"][n_found - 1] and search.alone
+
+
+def test_where_one_look_is_not_enough_nothing_is_found() -> None:
+    search = native.Likeliest(np.zeros(100_000, CANDIDATE))
+    for n_vocab, n in ((9000, 40), (100_000, 2000), (100_000, 0)):
+        assert search.find(np.zeros(n_vocab, np.float32), n) == 0
+    ties = np.zeros(100_000, np.float32)
+    assert search.find(ties, 40) == len(ties)
+    assert native.Likeliest(np.zeros(99_999, CANDIDATE)).find(ties, 40) == 0  # no room for all of them
+    for place in (5, 99_999):
+        for odd in (np.nan, np.inf):
+            broken = ties.copy()
+            broken[place] = odd
+            assert search.find(broken, 40) == 0
+    ties[5:] = -np.inf
+    assert search.find(ties, 40) == 0
+    assert search.find(np.zeros(100_000)[::2], 40) == 0 == search.find(np.zeros(200_000, np.float32)[::2], 40)
+
+
+@pytest.mark.parametrize("penalties", [0, 64])
+def test_a_law_of_one_token_is_the_chains(penalties: int) -> None:
+    """The second best token just above and just below min-p, and rival and favourite penalised or not."""
+    sampling = Sampling(temperature=0.8, min_p=0.05, top_p=0.999, repeat_penalty=1.2, penalty_last_n=penalties)
+    n_vocab, rng = 20_000, np.random.default_rng(3)
+    theirs = Upstream(sampling, n_vocab)
+    n_alone = 0
+    with Sampler(sampling, n_vocab) as ours:
+        for step in range(40):
+            logits = rng.standard_normal(n_vocab).astype(np.float32)
+            best, rival = rng.choice(n_vocab, 2, replace=False).tolist()
+            logits[best], logits[rival] = 12, 12 + np.log(0.05) + rng.choice([-0.5, -0.01, 0.0, 0.01, 0.5])
+            if step % 2:
+                for token in (best, rival)[: step % 3]:
+                    ours.accept(token)
+                    theirs.accept(token)
+            left, law = theirs.left(logits), ours.law(logits)
+            assert set(law.ids.tolist()) == {t for t, value in left.items() if value > -np.inf}
+            assert law.of(int(law.ids[0])) == law.p[0] and law.of(-7) == 0
+            n_alone += len(law.ids) == 1
+    assert 10 < n_alone < 30
+    theirs.close()
 
 
 def nucleus(logits: np.ndarray, top_p: float) -> set[int]:

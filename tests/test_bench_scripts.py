@@ -1,4 +1,4 @@
-"""The scripts behind the figures in docs/performance.md run to their end; what they measure is not judged here."""
+"""The scripts behind the figures in the documentation run to their end; what they measure is not judged here."""
 
 from __future__ import annotations
 
@@ -34,3 +34,17 @@ def test_single_steps_of_a_planted_model_are_checked_and_timed(tmp_path: Path) -
     assert set(steps) == {"upstream 0L", f"upstream {N_LAYER}L", "hybrid 0.25", "hybrid 1", "detached"}
     assert min(steps.values()) > 0
     assert len(report["checks"]) == 3 and not any(check["failures"] for check in report["checks"])
+
+
+def test_what_python_adds_between_two_decodes_is_measured(tmp_path: Path) -> None:
+    short = ["--steps", "10", "--moves", "5", "--drafts", "3 n-gram guesses", "--folder", str(tmp_path)]
+    done = script("bench_between.py", "--json", *short)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [row["chain"] for row in rows] == ["greedy", "sampled", "penalties"]
+    assert all(row["ms"] > 0 and 3 < row["moved"] <= 5 for row in rows)  # the first step has no plan to follow
+
+
+def test_who_asks_for_help_gets_no_measurement() -> None:
+    done = script("bench_sampling.py", "--help")
+    assert done.returncode == 0 and done.stdout.startswith("usage:") and "µs" not in done.stdout

@@ -11,6 +11,7 @@ docstrings say which test saw which mutation ("Catches: …").
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import threading
 import time
@@ -336,20 +337,70 @@ def test_the_map_does_not_change_while_a_decode_is_in_flight(twin: Twin) -> None
     assert twin.step(32).n_hot_pairs > 0
 
 
+def test_many_moves_in_one_call_are_those_of_single_calls(twin: Twin) -> None:
+    twin.fill(4, 0, 1, 2, 3)
+    leave = native.Places([(row, expert) for row in twin.rows for expert in (1, 3)])
+    assert twin.experts.evict_many(leave) == 4 and leave.refused == {}
+    assert twin.states(1) == twin.states(3) == [COLD, COLD]
+    come = native.Places([(row, expert) for row in twin.rows for expert in (8, 9)])
+    assert twin.experts.load_many(come) == 4 and come.refused == {}
+    assert twin.states(8) == twin.states(9) == [UPLOADING, UPLOADING]
+    assert twin.settle() == 4
+    assert all(twin.published[row] == {0, 2, 8, 9} for row in twin.rows)
+    twin.step()
+    assert twin.experts.load_many(nothing := native.Places([])) == 0 == twin.experts.evict_many(nothing)
+
+
+def test_of_many_moves_the_refused_are_named_and_the_others_done(twin: Twin) -> None:
+    twin.fill(4, 0, 1, 2)
+    come = native.Places([(0, 2), (0, 5), (0, 6), (99, 0), (1, 16), (1, 5)])
+    assert twin.experts.load_many(come) == 2
+    assert come.refused == {0: "ALREADY_RESIDENT", 2: "NO_FREE_SLOT", 3: "OUT_OF_RANGE", 4: "OUT_OF_RANGE"}
+    assert [come[i] for i in come.refused] == [(0, 2), (0, 6), (99, 0), (1, 16)]
+    assert native._f["llama_moe_error"]().decode() == "expert 2 of row 0 is resident or on its way already"
+    leave = native.Places([(0, 9), (1, 0), (1, 0)])
+    assert twin.experts.evict_many(leave) == 1
+    assert leave.refused == {0: "NOT_RESIDENT", 2: "NOT_RESIDENT"}
+    twin.settle()
+    assert twin.published == {0: {0, 1, 2, 5}, 1: {1, 2, 5}}
+    twin.step()
+
+
+def test_many_moves_need_a_list_and_something_attached(twin: Twin) -> None:
+    status = (ctypes.c_int32 * 1)()
+    for name in ("llama_moe_load_many", "llama_moe_evict_many"):
+        assert native._f[name](twin.experts._ctx, 1, None, None, status) == -1
+        assert native._f[name](twin.experts._ctx, -1, status, status, None) == -1
+        assert native._f[name](twin.experts._ctx, 1, status, (ctypes.c_int32 * 1)(7), None) == 0  # no statuses wanted
+    twin.experts.detach()
+    for call in (twin.experts.load_many, twin.experts.evict_many):
+        with refused("NOT_ATTACHED"):
+            call(native.Places([(0, 0)]))
+
+
 def test_the_map_does_not_change_inside_the_graph(device: native.Device, attach: Callable[..., Attached]) -> None:
     """The same from the eval callback, between two layers. Catches: as above."""
     seen: list[str] = []
+    tables: list[list[int]] = []
 
     def meddle(tensor: int, ask: bool, _: Any) -> bool:
         wanted = GgmlTensor.from_address(tensor).name == b"ffn_moe_topk-1"
         if wanted and not ask:
-            for call in (lambda: experts.evict(1, 0), experts.publish, lambda: experts.set_slots([0, 0])):
+            several = native.Places([(1, 0), (1, 1)])
+            for call in (
+                lambda: experts.evict(1, 0),
+                lambda: experts.evict_many(several),
+                experts.publish,
+                lambda: experts.set_slots([0, 0]),
+            ):
                 try:
                     call()
                     seen.append("done")
                 except MoeError as error:
                     seen.append(error.status)
             experts.load(1, 5)
+            tables.append(experts.states_table()[1, [0, 5, 6]].tolist())
+            experts.load_many(native.Places([(1, 6)]))
         return wanted if ask else True
 
     attached = attach(WIDE, device, cb=meddle, n_threads=1)
@@ -357,8 +408,9 @@ def test_the_map_does_not_change_inside_the_graph(device: native.Device, attach:
     twin = Twin(attached)
     twin.fill(8, 0, 1, 2, 3)
     assert twin.step().n_hot_pairs > 0
-    assert seen == ["IN_FLIGHT"] * 3
-    assert twin.states(5) == [COLD, UPLOADING]
+    assert seen == ["IN_FLIGHT"] * 4
+    assert tables == [[RESIDENT, UPLOADING, COLD]]
+    assert twin.states(5) == twin.states(6) == [COLD, UPLOADING]
     twin.plain.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -44,6 +44,8 @@ class FakeExperts:
     log: list[str] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)  # who called what is refused in flight
     loaders: set[str] = field(default_factory=set)
+    readers: set[str] = field(default_factory=set)  # of the states
+    n_calls: int = 0  # of evict_many and load_many
     ids: np.ndarray = field(default_factory=lambda: np.zeros((2, 1, 2), np.int32))
 
     def _touched(self, what: str) -> None:
@@ -61,8 +63,8 @@ class FakeExperts:
         return [self.ids]
 
     def states_table(self) -> np.ndarray:
-        assert not self.in_flight
-        return self.table.copy()
+        self.readers.add(threading.current_thread().name)
+        return self.table.copy()  # allowed at any time
 
     def set_slots(self, wanted: np.ndarray) -> None:
         self._touched("set_slots")
@@ -81,6 +83,22 @@ class FakeExperts:
         self.loaders.add(threading.current_thread().name)
         assert (self.table[row] != native.COLD).sum() < self.slots[row]
         self.table[row, expert] = native.RESIDENT if self.lands else native.UPLOADING
+
+    def evict_many(self, places: native.Places) -> int:
+        return self._many(places, self.evict)
+
+    def load_many(self, places: native.Places) -> int:
+        return self._many(places, self.load)
+
+    def _many(self, places: native.Places, one: Callable[[int, int], None]) -> int:
+        self.n_calls += 1
+        places.refused = {}
+        for i in range(places.n):
+            try:
+                one(*places[i])
+            except native.MoeError as error:
+                places.refused[i] = error.status
+        return places.n - len(places.refused)
 
     def publish(self) -> int:
         self._touched("publish")
@@ -216,9 +234,40 @@ def test_without_a_draft_the_thread_does_nothing_that_a_decode_in_flight_forbids
     for _ in range(40):
         residency.plan()
         decode(residency, experts, rng)
+    residency.join()
     assert residency.n_moves > 20 and residency.worker_seconds > 0
     assert experts.threads == {threading.current_thread().name}
-    assert experts.loaders == {"moespac-planner"}
+    assert experts.loaders == experts.readers == {"moespac-planner"}
+
+
+def test_a_step_calls_the_library_once_to_evict_and_once_to_load(residency_of: Bench) -> None:
+    rng = np.random.default_rng(0)
+    residency, experts = residency_of(make("lru", 2, 16), max_moves=8)
+    several = 0
+    for _ in range(20):
+        before, moved = experts.n_calls, residency.n_moves
+        residency.plan()
+        decode(residency, experts, rng, 3)
+        residency.join()
+        assert experts.n_calls - before <= 2
+        several += residency.n_moves - moved > 2
+    assert several > 5
+
+
+@pytest.mark.parametrize("name", ["evict", "load"])
+def test_a_move_that_is_refused_for_a_reason_that_no_plan_foresees_is_an_error(residency_of: Bench, name: str) -> None:
+    residency, experts = residency_of(make("lru", 2, 16), max_moves=8, overlap=False)
+
+    def refuse(row: int, expert: int) -> None:
+        raise native.MoeError(-7, "no such row")
+
+    setattr(experts, name, refuse)
+    rng = np.random.default_rng(0)
+    with pytest.raises(native.MoeError, match=rf"expert \d+ of row [01] cannot be {name}\w*: OUT_OF_RANGE") as error:
+        for _ in range(10):
+            residency.plan()
+            decode(residency, experts, rng, 3)
+    assert error.value.status == "OUT_OF_RANGE"
 
 
 def test_with_a_draft_the_thread_starts_the_moves_before_the_decode(residency_of: Bench) -> None:

@@ -13,8 +13,8 @@
 //
 // Threads. As for the rest of the API, a context belongs to one thread at a time. Between llama_decode and llama_synchronize
 // (or reading logits) a decode is in flight: evict, publish, set_slots, set_execution, set_streaming, set_look_ahead and set_router_callback
-// are refused then with LLAMA_MOE_IN_FLIGHT; load, sync and set_values are allowed, also from another thread. Attach and detach wait for
-// the decode.
+// are refused then with LLAMA_MOE_IN_FLIGHT; load, sync, residency (and load_many, residency_table) and set_values are allowed, also from
+// another thread. Attach and detach wait for the decode.
 //
 // Errors come back as codes; llama_moe_error gives the sentence. Nothing here aborts the process.
 
@@ -176,6 +176,12 @@ extern "C" {
     LLAMA_API int32_t llama_moe_load (struct llama_context * ctx, int32_t row, int32_t expert);
     // Drops a resident at once, or withdraws an upload.
     LLAMA_API int32_t llama_moe_evict(struct llama_context * ctx, int32_t row, int32_t expert);
+    // The same for n experts at once, in order: expert experts[i] of row rows[i]. status[n] gets what the single call would have returned for
+    // each; it may be NULL. One that is refused does not keep the others from being done. Returns how many were done, or an
+    // error (< 0) if none was tried: NOT_ATTACHED, INVALID_ARGUMENT, for evict_many IN_FLIGHT. llama_moe_error then tells of that, or of
+    // the first that was refused.
+    LLAMA_API int32_t llama_moe_load_many (struct llama_context * ctx, int32_t n, const int32_t * rows, const int32_t * experts, int32_t * status);
+    LLAMA_API int32_t llama_moe_evict_many(struct llama_context * ctx, int32_t n, const int32_t * rows, const int32_t * experts, int32_t * status);
     // Makes landed uploads visible; returns how many (>= 0) or an error (< 0). Never waits.
     LLAMA_API int32_t llama_moe_publish(struct llama_context * ctx);
     // Waits until all started uploads have landed.
@@ -212,6 +218,19 @@ extern "C" {
     LLAMA_API int32_t llama_moe_inject_pool_fault(struct llama_context * ctx, int32_t thread, int32_t sleep_ms);
     // Threads of the process's pool; 0: no context computes in-stream.
     LLAMA_API int32_t llama_moe_pool_threads(const struct llama_context * ctx);
+
+    // For who samples from a large vocabulary: the tokens whose logits reach an edge that lies not far below the n-th largest of the n_vocab
+    // logits, with their logits, in order of their ids; at least n. Looks at all logits once and sorts nothing. Returns how many were
+    // written to out[n_out], or 0 where there is no cheap edge: fewer than 16,384 logits, n above 1,024, a largest logit that is not
+    // finite, NaN, or no room for all that reach it. No context is needed.
+    struct llama_moe_search {
+        float gap;      // INFINITY at first; kept from search to search: how far below the largest logit the last edge lay, as a first guess
+        float near;     // in: this far below the largest logit a token is near it
+        float edge;     // out
+        int32_t n_near; // out: how many of the tokens found are near the largest, itself among them
+        llama_token best;
+    };
+    LLAMA_API int32_t llama_moe_likeliest(const float * logits, int32_t n_vocab, int32_t n, struct llama_moe_search * search, llama_token_data * out, int32_t n_out);
 
     // The instruction set of our cold kernels on this machine ("avx512-vnni", "avx2", "none").
     LLAMA_API const char * llama_moe_kernel_isa(void);

@@ -8,6 +8,7 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <cmath>
 #include <exception>
 
 static thread_local std::string last_error;
@@ -334,20 +335,16 @@ int64_t llama_moe_prompt_memory(const llama_context * ctx) {
     return st && st->prompt ? (int64_t) st->prompt->device_bytes() : 0;
 }
 
-int32_t llama_moe_load(llama_context * ctx, int32_t row, int32_t expert) {
-    llama_moe_state * st = state_of(ctx);
-    if (!st) {
-        return not_attached();
-    }
+static int32_t load_one(llama_moe_state & st, int32_t row, int32_t expert, bool wake) {
     int32_t status = LLAMA_MOE_OK;
-    moe_layer * l = hybrid_layer(*st, row, expert, status);
+    moe_layer * l = hybrid_layer(st, row, expert, status);
     if (!l) {
         return status;
     }
-    if (st->device_failed) {
+    if (st.device_failed) {
         return fail(LLAMA_MOE_FAILED, DEVICE_FAILED);
     }
-    status = st->residency->load(l->block, l->slots, expert);
+    status = st.residency->load(l->block, l->slots, expert, wake);
     switch (status) {
         case LLAMA_MOE_ALREADY_RESIDENT:
             return fail(status, expert_at(row, expert) + " is resident or on its way already");
@@ -358,6 +355,62 @@ int32_t llama_moe_load(llama_context * ctx, int32_t row, int32_t expert) {
     }
 }
 
+// the caller tells st that the placement has changed
+static int32_t evict_one(llama_moe_state & st, int32_t row, int32_t expert) {
+    int32_t status = LLAMA_MOE_OK;
+    moe_layer * l = hybrid_layer(st, row, expert, status);
+    if (!l) {
+        return status;
+    }
+    status = st.residency->evict(l->slots, expert);
+    return status == LLAMA_MOE_OK ? status : fail(status, expert_at(row, expert) + " is not resident");
+}
+
+// Calls one(row, expert) for each of the n; how many were done. The last error is that of the first that was not.
+template <typename F> static int32_t each(int32_t n, const int32_t * rows, const int32_t * experts, int32_t * status, const F & one) {
+    int32_t n_done = 0;
+    std::string first;
+    for (int32_t i = 0; i < n; i++) {
+        const int32_t found = one(rows[i], experts[i]);
+        if (found == LLAMA_MOE_OK) {
+            n_done++;
+        } else if (first.empty()) {
+            first = last_error;
+        }
+        if (status) {
+            status[i] = found;
+        }
+    }
+    if (n_done < n) {
+        last_error = first;
+    }
+    return n_done;
+}
+
+static int32_t no_list(int32_t n, const int32_t * rows, const int32_t * experts) {
+    return n < 0 || (n > 0 && (!rows || !experts)) ? fail(LLAMA_MOE_INVALID_ARGUMENT, "a list of " + std::to_string(n) + " experts, or none at all") : LLAMA_MOE_OK;
+}
+
+int32_t llama_moe_load(llama_context * ctx, int32_t row, int32_t expert) {
+    llama_moe_state * st = state_of(ctx);
+    return st ? load_one(*st, row, expert, true) : not_attached();
+}
+
+int32_t llama_moe_load_many(llama_context * ctx, int32_t n, const int32_t * rows, const int32_t * experts, int32_t * status) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    if (const int32_t error = no_list(n, rows, experts)) {
+        return error;
+    }
+    const int32_t n_done = each(n, rows, experts, status, [&](int32_t row, int32_t expert) { return load_one(*st, row, expert, false); });
+    if (n_done > 0) {
+        st->residency->wake(); // once: waking a thread takes longer than all the rest
+    }
+    return n_done;
+}
+
 int32_t llama_moe_evict(llama_context * ctx, int32_t row, int32_t expert) {
     llama_moe_state * st = state_of(ctx);
     if (!st) {
@@ -366,16 +419,29 @@ int32_t llama_moe_evict(llama_context * ctx, int32_t row, int32_t expert) {
     if (st->in_flight) {
         return in_flight();
     }
-    int32_t status = LLAMA_MOE_OK;
-    moe_layer * l = hybrid_layer(*st, row, expert, status);
-    if (!l) {
-        return status;
-    }
-    status = st->residency->evict(l->slots, expert);
+    const int32_t status = evict_one(*st, row, expert);
     if (status == LLAMA_MOE_OK) {
         st->placement_changed();
     }
-    return status == LLAMA_MOE_OK ? status : fail(status, expert_at(row, expert) + " is not resident");
+    return status;
+}
+
+int32_t llama_moe_evict_many(llama_context * ctx, int32_t n, const int32_t * rows, const int32_t * experts, int32_t * status) {
+    llama_moe_state * st = state_of(ctx);
+    if (!st) {
+        return not_attached();
+    }
+    if (st->in_flight) {
+        return in_flight();
+    }
+    if (const int32_t error = no_list(n, rows, experts)) {
+        return error;
+    }
+    const int32_t n_done = each(n, rows, experts, status, [&](int32_t row, int32_t expert) { return evict_one(*st, row, expert); });
+    if (n_done > 0) {
+        st->placement_changed();
+    }
+    return n_done;
 }
 
 int32_t llama_moe_publish(llama_context * ctx) {
@@ -519,6 +585,113 @@ void llama_moe_host_bytes(const llama_context * ctx, int64_t * total, int64_t * 
             *pinned += l->pinned ? n : 0;
         }
     }
+}
+
+// Tokens are taken in groups, GROUPS apart (neighbours in a vocabulary are often alike). The groups' maxima are logits themselves: a value
+// that n of them reach is reached by n tokens at least, and only groups whose maximum reaches it need a closer look.
+static constexpr int GROUPS    = 4096;
+static constexpr int MIN_GROUP = 4; // in smaller groups nothing is gained
+
+static constexpr int LANES     = 16; // maxima that do not wait for each other
+
+#if defined(__GNUC__) && defined(__x86_64__)
+#define FOR_EVERY_WIDTH inline __attribute__((always_inline))
+#else
+#define FOR_EVERY_WIDTH inline
+#endif
+
+// The maxima of the groups and the largest of all; false if there is a NaN.
+static FOR_EVERY_WIDTH bool group_maxima_of(const float * __restrict logits, int n_rows, float * __restrict maxima, float & top) {
+    std::fill(maxima, maxima + GROUPS, -INFINITY);
+    int32_t any_nan = 0;
+    for (int i = 0; i < n_rows; i++) {
+        const float * __restrict row = logits + (size_t) i*GROUPS;
+        for (int g = 0; g < GROUPS; g++) {
+            maxima[g] = maxima[g] < row[g] ? row[g] : maxima[g];
+            any_nan  |= row[g] != row[g];
+        }
+    }
+    float best[LANES];
+    std::copy(maxima, maxima + LANES, best);
+    for (int g = LANES; g < GROUPS; g += LANES) {
+        for (int k = 0; k < LANES; k++) {
+            best[k] = best[k] < maxima[g + k] ? maxima[g + k] : best[k];
+        }
+    }
+    top = *std::max_element(best, best + LANES);
+    return any_nan == 0;
+}
+
+#if defined(__GNUC__) && defined(__x86_64__)
+__attribute__((target("avx2"))) static bool group_maxima_avx2(const float * logits, int n_rows, float * maxima, float & top) {
+    return group_maxima_of(logits, n_rows, maxima, top);
+}
+
+static bool group_maxima(const float * logits, int n_rows, float * maxima, float & top) {
+    static const bool wide = __builtin_cpu_supports("avx2");
+    return wide ? group_maxima_avx2(logits, n_rows, maxima, top) : group_maxima_of(logits, n_rows, maxima, top);
+}
+#else
+static bool group_maxima(const float * logits, int n_rows, float * maxima, float & top) {
+    return group_maxima_of(logits, n_rows, maxima, top);
+}
+#endif
+
+int32_t llama_moe_likeliest(const float * logits, int32_t n_vocab, int32_t n, llama_moe_search * search, llama_token_data * out, int32_t n_out) {
+    if (n < 1 || n_vocab < MIN_GROUP*GROUPS || 4*(int64_t) n > GROUPS) {
+        return 0;
+    }
+    float maxima[GROUPS];
+    const int n_rows = n_vocab/GROUPS;
+    float top = 0;
+    if (!group_maxima(logits, n_rows, maxima, top) || !std::isfinite(top)) {
+        return 0;
+    }
+    float low = top - search->gap;
+    const auto n_reach = std::count_if(maxima, maxima + GROUPS, [&](float m) { return m >= low; });
+    if (n_reach < n || n_reach > 2*n) {
+        float sorted[GROUPS];
+        std::copy(maxima, maxima + GROUPS, sorted);
+        float * at = sorted + GROUPS - n*4/3 - 1; // a little more than asked for, so that the guess lasts
+        std::nth_element(sorted, at, sorted + GROUPS);
+        low  = *at;
+        search->gap = std::isfinite(low) ? top - low : INFINITY;
+    }
+    if (!std::isfinite(low)) {
+        return 0;
+    }
+    int32_t groups[GROUPS];
+    int n_groups = 0;
+    for (int g = 0; g < GROUPS; g++) {
+        groups[n_groups] = g;
+        n_groups += maxima[g] >= low;
+    }
+    int32_t n_found = 0;
+    bool room = true;
+    auto look_at = [&](int32_t id) {
+        if (logits[id] >= low && (room = n_found < n_out)) {
+            out[n_found++] = { id, logits[id], 0.0f };
+        }
+    };
+    for (int i = 0; i < n_rows && room; i++) {
+        for (int k = 0; k < n_groups && room; k++) {
+            look_at(i*GROUPS + groups[k]);
+        }
+    }
+    for (int32_t id = n_rows*GROUPS; id < n_vocab && room; id++) {
+        if (!(logits[id] < INFINITY)) { // NaN too
+            return 0;
+        }
+        look_at(id);
+    }
+    if (!room || n_found == 0) {
+        return 0;
+    }
+    const llama_token_data * best = std::max_element(out, out + n_found, [](const auto & a, const auto & b) { return a.logit < b.logit; });
+    search->edge   = low;
+    search->best   = best->id;
+    search->n_near = (int32_t) std::count_if(out, out + n_found, [&](const auto & x) { return x.logit >= best->logit - search->near; });
+    return n_found;
 }
 
 const char * llama_moe_kernel_isa(void) {

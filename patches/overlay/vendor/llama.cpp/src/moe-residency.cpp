@@ -162,7 +162,7 @@ int moe_residency::find(const moe_slots & s, int expert) {
 // moves
 //
 
-int32_t moe_residency::load(const moe_block & block, moe_slots & s, int expert) {
+int32_t moe_residency::load(const moe_block & block, moe_slots & s, int expert, bool wake) {
     {
         std::lock_guard<std::mutex> lock(mutex);
         if (find(s, expert) >= 0) {
@@ -180,7 +180,9 @@ int32_t moe_residency::load(const moe_block & block, moe_slots & s, int expert) 
         free->state  = moe_slots::QUEUED;
         queue.push_back({ &block, &s, (int) (free - s.slots.begin()) });
     }
-    work.notify_one();
+    if (wake) {
+        work.notify_one();
+    }
     return LLAMA_MOE_OK;
 }
 

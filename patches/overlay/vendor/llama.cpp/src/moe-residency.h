@@ -56,7 +56,9 @@ public:
     // (re)allocates a block's slots; residents in slots below n stay. Between decodes only.
     bool resize(const moe_block & block, moe_slots & s, int n, std::string & error);
 
-    int32_t load   (const moe_block & block, moe_slots & s, int expert); // llama_moe_status
+    // llama_moe_status. wake false: the mover is not told, which a call of `wake` makes up for after several loads
+    int32_t load   (const moe_block & block, moe_slots & s, int expert, bool wake = true);
+    void    wake   () { work.notify_one(); }
     int32_t evict  (moe_slots & s, int expert);
     int     publish(moe_slots & s);
     // A decode has put the expert into a published slot, whose own is cold now. -1: nobody knows what it holds, it is free.
