@@ -326,7 +326,7 @@ static void emulate_publish(ggml_tensor * dst, int ith, int n_threads, void * us
     const int n_pairs  = n_tokens*node.n_used;
     int32_t * slots   = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_SLOT;
     float   * weights = (float   *) dst->data + n_pairs*GGML_MOE_STREAM_WEIGHT;
-    int32_t * where   = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_COLD;
+    int32_t * where   = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_WHERE;
     int32_t * late    = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_LATE;
 
     ggml_moe_stream_picks & picks = *ch.picks;
@@ -434,7 +434,7 @@ static void emulate_join(ggml_tensor * dst, int ith, int n_threads, void * user_
     const ggml_tensor * published = dst->src[n_chunks];
     const int n_pairs = (int) (published->ne[0]*published->ne[1]);
     const float   * weights = (const float   *) published->data + n_pairs*GGML_MOE_STREAM_WEIGHT;
-    const int32_t * where   = (const int32_t *) published->data + n_pairs*GGML_MOE_STREAM_COLD;
+    const int32_t * where   = (const int32_t *) published->data + n_pairs*GGML_MOE_STREAM_WHERE;
     n_chunks /= node.late ? 2 : 1;
     const int chunk = n_chunks > 0 ? (int) dst->src[0]->ne[2] : 1;
     bool waited = false;

@@ -1,6 +1,6 @@
 #pragma once
 
-// The in-stream execution of a hybrid MoE layer (moespac_llamacpp): two operations that a device runs inside its own stream, with a
+// The in-stream execution of a hybrid MoE layer (moespac_llamacpp): operations that a device runs inside its own stream, with a
 // pool of CPU threads on the other side. Nothing in a decode waits for the host but the join, and that only if something is cold.
 //
 //   publish  looks up the slots of the (token, expert) pairs. Only if one of them is cold (its expert has no slot) it hands the rows of
@@ -20,7 +20,7 @@
 // the next layer, as many as arrive until it begins: its publish waits for them. A wrong guess costs a resident of little value.
 // Nothing else changes maps during a decode.
 //
-// Both are GGML_OP_CUSTOM nodes that carry GGML_MOE_STREAM_MAGIC in op_params and a ggml_moe_stream_node as user data. A backend that
+// All are GGML_OP_CUSTOM nodes that carry GGML_MOE_STREAM_MAGIC in op_params and a ggml_moe_stream_node as user data. A backend that
 // can run them offers `ggml_moe_stream` (ggml_moe_stream_api) through its registry's get_proc_address. The CPU backend runs them by
 // their custom function, which emulates the protocol (src/moe-stream.cpp).
 //
@@ -58,7 +58,7 @@ enum ggml_moe_stream_kind {
 enum ggml_moe_stream_plane {
     GGML_MOE_STREAM_SLOT   = 0, // ids for the products with the slots; of a cold pair: something that they may be given
     GGML_MOE_STREAM_WEIGHT = 1, // F32: by what the pair's output is multiplied
-    GGML_MOE_STREAM_COLD   = 2, // ggml_moe_stream_where
+    GGML_MOE_STREAM_WHERE  = 2, // ggml_moe_stream_where
     GGML_MOE_STREAM_LATE   = 3, // as SLOT, for the second pass
     GGML_MOE_STREAM_PLANES = 4,
 };

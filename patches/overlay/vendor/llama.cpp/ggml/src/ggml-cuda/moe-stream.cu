@@ -808,7 +808,7 @@ static void publish(cudaStream_t stream, const ggml_moe_stream_node & node, ggml
     a.map         = (const int32_t *) dst->src[3]->data;
     a.slots       = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_SLOT;
     a.weights_out = (float   *) dst->data + n_pairs*GGML_MOE_STREAM_WEIGHT;
-    a.where       = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_COLD;
+    a.where       = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_WHERE;
     a.late        = (int32_t *) dst->data + n_pairs*GGML_MOE_STREAM_LATE;
     if (dst->src[4]) {
         a.log_ids        = (int32_t *) dst->src[4]->data;
@@ -849,7 +849,7 @@ static void join(cudaStream_t stream, const ggml_moe_stream_node & node, ggml_te
     a.n_chunks  /= node.late ? 2 : 1;
     a.chunk      = a.n_chunks > 0 ? (int) dst->src[0]->ne[2] : 1;
     a.weights    = (const float   *) published->data + n_pairs*GGML_MOE_STREAM_WEIGHT;
-    a.where      = (const int32_t *) published->data + n_pairs*GGML_MOE_STREAM_COLD;
+    a.where      = (const int32_t *) published->data + n_pairs*GGML_MOE_STREAM_WHERE;
     a.dst        = (float *) dst->data;
     a.dst_stride = dst->nb[1]/sizeof(float);
     a.n_tokens   = (int) dst->ne[1];
