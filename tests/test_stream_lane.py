@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import gguf
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from conftest import Attached
+from families import FAMILIES as BY_NAME
 from lowlevel import EXACT, Capture, GgmlTensor, decode
 from moespac_llamacpp import native
 from moespac_llamacpp.decoder import Decoder
@@ -330,6 +332,33 @@ def test_moves_and_streaming_go_together(streaming: Callable[..., Attached], ahe
         a.experts.set_execution("portable")
         assert close(streamed, step(a, 1 + seed % 9, seed))
         a.experts.set_execution("in-stream")
+
+
+def test_a_deep_model_streams_between_moves_too(streaming: Callable[..., Attached]) -> None:
+    """From eight layers on a device chooses who makes room while it still works; what has left since, or was used, stays out."""
+    a = streaming(replace(BY_NAME["qwen3moe"], n_layer=10), ahead=2)
+    rng = np.random.default_rng(8)
+    n_streamed = 0
+    for seed in range(16):
+        if seed % 2:
+            for row in range(10):
+                states = a.experts.states(row)
+                a.experts.evict(row, int(rng.choice(np.flatnonzero(states == native.RESIDENT))))
+                a.experts.load(row, int(rng.choice(np.flatnonzero(states == native.COLD))))
+        if seed % 4 == 2:
+            a.experts.set_values(rng.random((a.experts.n_rows, a.experts.n_expert)))
+        a.experts.sync()
+        a.experts.publish()
+        before = residents(a)
+        a.experts.reset_perf()
+        streamed = step(a, 1 + seed % 3, seed)
+        n_streamed += a.experts.perf_total().n_streamed_experts
+        assert residents(a).sum() == before.sum()
+        if seed % 4 == 3:  # another execution forgets who was chosen
+            a.experts.set_execution("portable")
+            assert close(streamed, step(a, 1 + seed % 3, seed))
+            a.experts.set_execution("in-stream")
+    assert n_streamed > 0
 
 
 def test_switched_off_nothing_is_streamed(streaming: Callable[..., Attached]) -> None:
