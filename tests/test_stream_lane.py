@@ -227,6 +227,16 @@ def test_the_second_pass_takes_slots_that_the_first_has_used(crowded: Callable[.
     assert n_used > 0
 
 
+def test_the_look_ahead_goes_on_in_two_passes(crowded: Callable[..., Attached]) -> None:
+    a = crowded(n=16, ahead=2)
+    a.experts.reset_perf()
+    for seed in range(6):
+        late = step(a, 4, seed)
+    assert a.experts.perf_total().n_ahead_experts > 0
+    a.experts.set_execution("portable")
+    assert close(late, step(a, 4, 5))
+
+
 def test_where_nothing_is_streamed_one_pass_is_enough(crowded: Callable[..., Attached]) -> None:
     a = crowded()
     two = step(a, 9)
