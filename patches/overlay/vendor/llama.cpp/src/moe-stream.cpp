@@ -165,7 +165,14 @@ static int add_victims(const ggml_moe_stream_node & node, const std::vector<int>
     return n;
 }
 
-static void emulate_copies(const ggml_moe_stream_node & node, const ggml_moe_stream_picks & picks);
+static void emulate_copies(const ggml_moe_stream_node & node, const ggml_moe_stream_picks & picks) {
+    for (int i = 0; i < picks.n; i++) {
+        for (int p = 0; p < node.n_parts; p++) {
+            const ggml_moe_stream_part & part = node.parts[p];
+            memcpy(part.slots + victims_of(node)[picks.victim[i]].slot*part.size, part.host + picks.expert[i]*part.size, part.size);
+        }
+    }
+}
 
 // what publish streams, or bring: join says what the slots hold
 static void emulate_streaming(const ggml_moe_stream_node & node, const ggml_moe_stream_picks & picks) {
@@ -173,15 +180,6 @@ static void emulate_streaming(const ggml_moe_stream_node & node, const ggml_moe_
     for (int i = 0; i < picks.n; i++) {
         const size_t v = (size_t) node.row*GGML_MOE_STREAM_MAX_VICTIMS + picks.victim[i];
         node.channel->victims_told[v] = { node.channel->victims[v].slot, -1, node.late };
-    }
-}
-
-static void emulate_copies(const ggml_moe_stream_node & node, const ggml_moe_stream_picks & picks) {
-    for (int i = 0; i < picks.n; i++) {
-        for (int p = 0; p < node.n_parts; p++) {
-            const ggml_moe_stream_part & part = node.parts[p];
-            memcpy(part.slots + victims_of(node)[picks.victim[i]].slot*part.size, part.host + picks.expert[i]*part.size, part.size);
-        }
     }
 }
 
