@@ -144,7 +144,7 @@ class Decoder:
             )
         if draft_max < 0:
             raise ValueError(f"draft_max is a number of tokens, not {draft_max}")
-        limit = min(draft_max, context.n_batch - 1, context.n_snapshots or draft_max)
+        limit = min(draft_max, context.n_batch - 1, context.n_outputs - 1, context.n_snapshots or draft_max)
         self.length = DraftLength(limit if drafts else 0, fixed=draft_fixed)
         self.context_shift = context_shift
         self.n_keep = n_keep
@@ -264,7 +264,7 @@ class Decoder:
         if not self._roll_back(keep):
             keep = 0
         self.report.n_reused = keep
-        size = self._piece(len(prompt) - keep)
+        size = self._piece(len(prompt) - keep, all_logits=self.all_logits or log_all)
         for i in range(keep, len(prompt), size):
             self._show(i - keep, len(prompt) - keep)
             chunk = prompt[i : i + size]
@@ -282,9 +282,11 @@ class Decoder:
         self._show(len(prompt) - keep, len(prompt) - keep)
         return logits
 
-    def _piece(self, n: int) -> int:
+    def _piece(self, n: int, *, all_logits: bool) -> int:
         """Tokens of a batch in which n tokens of a prompt are evaluated."""
         experts, most = self.context.experts, self.context.n_batch
+        if all_logits:
+            most = min(most, self.context.n_outputs)
         if experts and MAX_BATCH_TOKENS < n <= SHORT_PROMPT and any(row.in_stream for row in experts.rows()):
             return min(most, MAX_BATCH_TOKENS)
         return most
@@ -396,8 +398,9 @@ class Decoder:
         # can_roll_back said otherwise: correct, once more from the start, and never again
         self.report.notices.append("this model could not roll back a rejected draft: drafting is off")
         self.length = DraftLength(0)
-        for i in range(0, len(kept), self.context.n_batch):
-            self._decode(kept[i : i + self.context.n_batch], all_logits=self.all_logits)
+        size = self._piece(len(kept), all_logits=self.all_logits)
+        for i in range(0, len(kept), size):
+            self._decode(kept[i : i + size], all_logits=self.all_logits)
         return False
 
     def _log(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> None:

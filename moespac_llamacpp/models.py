@@ -33,6 +33,9 @@ EXPERT_TENSORS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps\."
 
 _VOCAB_BPE = 2  # enum llama_vocab_type
 WARM_UP_DECODES = 3  # CUDA captures a graph when it comes for the third time
+#: Tokens of a batch whose logits can be had. llama.cpp's own limit is n_batch, and it makes its buffers for a prompt's worth: 0.3
+#: GB for 512 tokens and 151,936 words.
+N_OUTPUTS = 32
 LOAD_AUTO, LOAD_NONE = -1, 0  # enum llama_load_mode
 _LOG_DEBUG, _LOG_ERROR, _LOG_CONT = 1, 4, 5  # enum ggml_log_level
 
@@ -296,6 +299,7 @@ class Context:
         n_ctx: int = 0,
         n_batch: int = 2048,
         n_ubatch: int = 512,
+        n_outputs: int = N_OUTPUTS,
         n_threads: int | None = None,
         device: native.Device | None = None,
         attach: bool = True,
@@ -317,6 +321,7 @@ class Context:
         fields.n_ctx = n_ctx
         fields.n_batch = n_batch
         fields.n_ubatch = n_ubatch
+        fields.n_outputs_max = n_outputs
         fields.no_perf = True
         threads = n_threads or len(os.sched_getaffinity(0))
         fields.n_threads = fields.n_threads_batch = threads
@@ -324,6 +329,7 @@ class Context:
             getattr(fields, name)  # ctypes would take a misspelled field without a word
             setattr(fields, name, value)
         self.n_threads = threads
+        self.n_outputs = fields.n_outputs_max or n_batch
         _log.clear()
         self.pointer: Any = llama_cpp.llama_init_from_model(model.pointer, fields)
         if not self.pointer:
@@ -361,12 +367,15 @@ class Context:
         self.close()
 
     def decode(self, tokens: Sequence[int], *, all_logits: bool = False) -> NDArray[np.float32]:
-        """Appends tokens (at most n_batch) and returns logits: float32 [n_tokens, n_vocab], or [1, n_vocab] of the last.
+        """Appends tokens (at most n_batch) and returns logits: float32 [n_tokens, n_vocab] (at most n_outputs tokens), or
+        [1, n_vocab] of the last.
 
         A view of llama.cpp's memory, valid until the next decode. RuntimeError when the decode fails."""
         n = len(tokens)
         if n == 0 or n > self.n_batch:
             raise ValueError(f"a batch has 1 to {self.n_batch} tokens, not {n}")
+        if all_logits and n > self.n_outputs:
+            raise ValueError(f"logits of {n} tokens at once: the context was made for {self.n_outputs}")
         if self.n_past + n > self.n_ctx:
             raise ValueError(f"the context of {self.n_ctx} tokens is full: {self.n_past} used, {n} more wanted")
         batch = self._batch

@@ -93,6 +93,7 @@ class _Params(ctypes.Structure):
         ("perf", ctypes.c_bool),
         ("whole_layers", ctypes.c_bool),
         ("prompt_lane", ctypes.c_bool),
+        ("prompt_share", ctypes.c_int32),
     )
 
 
@@ -552,7 +553,8 @@ class Experts:
     whole_layers: a row whose experts are all resident takes llama.cpp's own path, with the slots as its weights.
     stream_experts: see `set_streaming`. look_ahead: see `set_look_ahead`.
     prompt_lane: in-stream, batches over max_batch_tokens take what is resident from the slots, and the rest over the link
-    meanwhile, at the price of device memory for all experts of one layer; else llama.cpp's own path copies all that they use.
+    meanwhile, at the price of device memory; else llama.cpp's own path copies all that they use. prompt_share: that memory is
+    1/prompt_share of the experts of the largest layer, 1 to 16; 0: chosen.
     """
 
     def __init__(
@@ -571,6 +573,7 @@ class Experts:
         perf: bool = False,
         whole_layers: bool = True,
         prompt_lane: bool = True,
+        prompt_share: int = 0,
     ) -> None:
         params = _f["llama_moe_default_params"]()
         params.device = device.pointer if device else None
@@ -585,6 +588,7 @@ class Experts:
         params.perf = perf
         params.whole_layers = whole_layers
         params.prompt_lane = prompt_lane
+        params.prompt_share = prompt_share
         self._ctx = ctypes.cast(ctx, _void_p)
         self._callback_error: BaseException | None = None
         self._takes_times = perf

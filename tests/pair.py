@@ -87,7 +87,8 @@ class Shuffle:
 
 def target_context(pair: Pair, *, attach: bool = True, n_ctx: int = N_CTX, n_batch: int = 512) -> Context:
     """With upstream's most exact attention: what remains of batch sizes is in the quantized weights' products."""
-    return Context(pair.target, n_ctx=n_ctx, n_batch=n_batch, n_threads=1, attach=attach, params=EXACT)
+    options = {"n_ctx": n_ctx, "n_batch": n_batch, "n_outputs": n_batch, "n_threads": 1}
+    return Context(pair.target, attach=attach, params=EXACT, **options)
 
 
 def draft_context(pair: Pair, n_ctx: int = N_CTX) -> Context:

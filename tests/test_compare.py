@@ -106,10 +106,13 @@ def test_the_ledger_counts_what_llama_cpp_allocates(compared: Path, pair: Pair) 
         vram = run["vram"]
         assert vram["total"] == sum(vram[k] for k in ("dense", "kv", "compute", "experts", "draft"))
         assert vram["dense"] == weights.dense and vram["kv"] > 0 and vram["compute"] > 0
+        budget = ledger.expert_budget(
+            weights, run["setting"]["share"], vram["draft"], bool(run["setting"]["draft_extra"])
+        )
         if run["setting"]["side"] == STOCK:
-            assert vram["experts"] >= run["setting"]["share"] * weights.experts  # in the rival's favour
+            assert vram["experts"] == budget
         else:
-            assert run["slot_bytes"] <= run["setting"]["share"] * weights.experts
+            assert run["slot_bytes"] <= budget
 
 
 def test_a_grid_has_every_point_of_its_field(pair: Pair, rival: str, tmp_path: Path) -> None:
@@ -152,17 +155,18 @@ def test_a_grid_has_every_point_of_its_field(pair: Pair, rival: str, tmp_path: P
 # -- its parts -------------------------------------------------------------------------------------------------------------------
 
 
-def test_layers_are_rounded_up_in_the_rivals_favour() -> None:
+def test_budgets_are_whole_layers_the_same_bytes_for_all_sides() -> None:
     weights = ledger.Weights(10, (0, 5, 5, 7))
     assert weights.experts == 17
     assert weights.last_layers(0) == []
-    assert weights.last_layers(7) == [3]
-    assert weights.last_layers(8) == [2, 3]
+    assert weights.last_layers(1) == weights.last_layers(9) == [3]
+    assert weights.last_layers(10) == weights.last_layers(14) == [2, 3]
     assert weights.last_layers(10**9) == [1, 2, 3]
+    assert [ledger.expert_budget(weights, share, 0, True) for share in (0, 0.1, 0.5, 0.6, 1)] == [0, 7, 7, 12, 17]
 
 
 def test_a_draft_is_paid_out_of_the_share_unless_it_is_extra() -> None:
-    weights = ledger.Weights(10, (40, 60))
+    weights = ledger.Weights(10, (10,) * 10)
     assert ledger.expert_budget(weights, 0.5, 20, draft_is_extra=True) == 50
     assert ledger.expert_budget(weights, 0.5, 20, draft_is_extra=False) == 30
     assert ledger.expert_budget(weights, 0.1, 20, draft_is_extra=False) < 0

@@ -145,7 +145,7 @@ def test_a_containers_limit_counts_and_its_page_cache_does_not(tmp_path: Path) -
 
 @pytest.mark.parametrize(("execution", "vram"), [("auto", 4), ("in-stream", 12)])
 def test_the_slots_are_those_of_the_plan_and_take_what_it_says(execution: str, vram: int) -> None:
-    """In-stream, prompts take memory for the experts of a layer, beside the slots."""
+    """In-stream, prompts take memory beside the slots: for small layers all experts of one."""
     device = native.cpu_device()
     load = LoadOptions(
         TARGET,
@@ -161,7 +161,7 @@ def test_the_slots_are_those_of_the_plan_and_take_what_it_says(execution: str, v
         plan = plan_pair(Pair(TARGET, DRAFT, draft_max=4, execution=execution), device, Wishes(vram=vram * MIB))
         if execution == "in-stream":
             layer = max(block.n_expert * block.expert_bytes for block in plan.blocks)
-            assert plan.target.lane >= layer
+            assert 0.8 * layer < plan.target.prompts <= layer
         assert decoder.context.experts is not None
         rows = decoder.context.experts.rows()
         assert [row.n_slots for row in rows] == plan.slots and 0 < plan.n_slots < plan.n_experts

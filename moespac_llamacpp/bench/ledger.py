@@ -42,11 +42,14 @@ class Weights:
         return Weights(dense, tuple(layers.get(il, 0) for il in range(max(layers, default=-1) + 1)))
 
     def last_layers(self, n_bytes: int) -> list[int]:
-        """The fewest last layers whose experts take at least so many bytes: a little more than equal, in the rival's favour."""
+        """The last layers whose experts come nearest to so many bytes; of two numbers as near, the larger; at least one."""
         chosen: list[int] = []
-        with_experts = [il for il, size in enumerate(self.layers) if size]
-        while sum(self.layers[il] for il in chosen) < n_bytes and len(chosen) < len(with_experts):
-            chosen.append(with_experts[-1 - len(chosen)])
+        left = n_bytes
+        for il in reversed([il for il, size in enumerate(self.layers) if size]):
+            if left <= 0 or (chosen and 2 * left < self.layers[il]):
+                break
+            chosen.append(il)
+            left -= self.layers[il]
         return sorted(chosen)
 
 
@@ -62,8 +65,10 @@ def on_device(buffer: str, device: str) -> bool:
 
 
 def expert_budget(weights: Weights, share: float, draft: int, draft_is_extra: bool) -> int:
-    """Bytes for experts; a draft is either extra on both sides or paid for out of the share. Negative: it does not fit."""
-    return round(share * weights.experts) - (0 if draft_is_extra else draft)
+    """Bytes for experts: what whole layers take that come nearest to the share, so that all sides can use the same. A draft is
+    either extra or paid for out of the share. Negative: it does not fit."""
+    wanted = round(share * weights.experts) - (0 if draft_is_extra else draft)
+    return sum(weights.layers[il] for il in weights.last_layers(wanted)) if wanted >= 0 else wanted
 
 
 @dataclass(frozen=True)

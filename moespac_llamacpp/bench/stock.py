@@ -32,6 +32,7 @@ LOAD_NONE, LOAD_MMAP = 0, 1  # enum llama_load_mode
 _BUFFER = re.compile(r"(\S+)\s+(model|KV|compute|output|RS) buffer size\s*=\s*([\d.]+) MiB")
 
 _DEBUG = 1  # enum ggml_log_level
+N_OUTPUTS = 32  # logits that buffers are made for, as ours
 
 _log: list[str] = []
 
@@ -124,6 +125,7 @@ class Loaded:
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         fields = llama_cpp.llama_context_default_params()
         fields.n_ctx, fields.n_batch, fields.n_ubatch, fields.no_perf = n_ctx, n_batch, 512, True
+        fields.n_outputs_max = N_OUTPUTS
         self.context = llama_cpp.llama_init_from_model(self.model, fields)
         if not self.context:
             raise RuntimeError(f"{path}: no context of {n_ctx} tokens: {_reason()}")

@@ -67,9 +67,10 @@ extern "C" {
         bool    perf;               // take times; counters of pairs and experts are always taken
         bool    whole_layers;       // a row whose experts are all resident takes upstream's path, with the slots as its weights
         bool    prompt_lane;        // in-stream: batches over max_batch_tokens are computed on the device, with what is resident from the slots
-                                    // and the rest copied from page-locked memory meanwhile. It takes device memory for all experts of
-                                    // one layer, unless every expert has a slot. Otherwise, and in rows that cannot, they take upstream's path,
-                                    // which copies every expert in use
+                                    // and the rest copied from page-locked memory meanwhile. It takes device memory, unless every expert has
+                                    // a slot. Otherwise, and in rows that cannot, they take upstream's path, which copies every expert in use
+        int32_t prompt_share;       // that memory is 1/prompt_share of the experts of the largest layer, 1 to 16; 0: chosen. Less
+                                    // memory is more, and smaller, copies and products
     };
 
     // what a row is
@@ -147,8 +148,8 @@ extern "C" {
     // evicted. Without room for both, the old slots of a row that shrinks go first and its residents are uploaded again. A row that
     // cannot grow keeps what it had; the rest is done.
     LLAMA_API int32_t llama_moe_set_slots(struct llama_context * ctx, const int32_t * n_slots);
-    // Changes the execution; graphs are built anew, and what set_values and set_streaming's `always` said is forgotten. NO_DEVICE_MEMORY:
-    // the portable execution has no room for its buffers, and nothing changed.
+    // Changes the execution; graphs are built anew, and what set_values said is forgotten. NO_DEVICE_MEMORY: the portable execution has
+    // no room for its buffers, and nothing changed.
     LLAMA_API int32_t llama_moe_set_execution(struct llama_context * ctx, int32_t execution);
     // Why the last decode failed after llama_decode had returned, "" if it did not; waits for the decode. Its outputs are NaN then, and the
     // KV cache holds what must not be used: clear it (llama_memory_clear with data). The context stays usable. A decode that follows

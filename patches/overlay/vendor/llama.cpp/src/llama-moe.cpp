@@ -76,6 +76,7 @@ struct llama_moe_params llama_moe_default_params(void) {
         /*.perf             =*/ false,
         /*.whole_layers     =*/ true,
         /*.prompt_lane      =*/ true,
+        /*.prompt_share     =*/ 0,
     };
 }
 
@@ -104,6 +105,9 @@ int32_t llama_moe_attach(llama_context * ctx, llama_moe_params params) {
     }
     if (params.stream_experts < 0 || params.stream_experts > GGML_MOE_STREAM_MAX_STREAMED) {
         return fail(LLAMA_MOE_INVALID_ARGUMENT, streamed_out_of_range(params.stream_experts));
+    }
+    if (params.prompt_share < 0 || params.prompt_share > MOE_MAX_PROMPT_SHARE) {
+        return fail(LLAMA_MOE_INVALID_ARGUMENT, "prompt_share is " + std::to_string(params.prompt_share) + ", it must be from 0 to " + std::to_string(MOE_MAX_PROMPT_SHARE));
     }
     if (params.look_ahead < 0 || params.look_ahead > GGML_MOE_STREAM_MAX_AHEAD) {
         return fail(LLAMA_MOE_INVALID_ARGUMENT, ahead_out_of_range(params.look_ahead));

@@ -14,6 +14,9 @@
 #include <string>
 #include <vector>
 
+// staging memory is at least this part of a layer's experts
+constexpr int MOE_MAX_PROMPT_SHARE = 16;
+
 struct llm_graph_context;
 struct moe_layer;
 struct llama_moe_ffn;
@@ -26,8 +29,8 @@ public:
 
     // before init: may the layer's prompts be staged? It must be able to run in-stream
     bool supports(const moe_layer & l, std::string & reason) const;
-    // memory for the layers whose `prompt_reason` is empty
-    bool init(int n_ubatch, std::string & error);
+    // memory for the layers whose `prompt_reason` is empty: about 1/share of the largest layer's experts, 0: chosen
+    bool init(int n_ubatch, int share, std::string & error);
 
     // around decodes
     void begin_ubatch();
@@ -37,6 +40,7 @@ public:
     ggml_tensor * build(const llm_graph_context & g, moe_layer & l, const llama_moe_ffn & f);
 
     size_t device_bytes() const;
+    int    n_nodes() const; // at most so many more in a graph than upstream's own
 
     // copied since init
     struct {
@@ -47,12 +51,21 @@ public:
     } bytes;
 
 private:
+    // rows of one part of every expert
+    struct piece {
+        int    part   = 0;
+        int    buffer = 0;
+        size_t offset = 0; // in the expert's part
+        size_t stride = 0; // bytes of an expert
+        size_t tail   = 0; // bytes behind the last one that the device may read
+        ggml_tensor * tensor = nullptr; // in its buffer
+        ggml_moe_prompt_node stage   = {};
+        ggml_moe_prompt_node release = {};
+    };
     struct staged_layer {
         moe_layer * l = nullptr;
-        moe_tensors tensors = {}; // in the staging memory
-        std::array<size_t, MOE_N_PARTS> tail = {}; // bytes behind each that the device may read
-        std::array<ggml_moe_prompt_node, MOE_N_PARTS> stage   = {};
-        std::array<ggml_moe_prompt_node, MOE_N_PARTS> release = {};
+        std::vector<piece> pieces; // in the order of their products
+        const piece * next_in(int buffer, size_t from) const; // the first one for the buffer from that index on, or null
         int      n_tokens = 0;  // of the graph built last; fewer than the ubatch's in a cropped layer
         uint64_t built    = 0;  // the ubatch whose graph has the layer
         bool     known    = false;    // `count` is of this ubatch
@@ -61,10 +74,11 @@ private:
         int      n_before = 0;        // tokens of the ubatch that says so
         bool foresees() const;
     };
-    // one part's memory
     struct staging {
-        const staged_layer * holds = nullptr; // whose experts lie there, or are on their way
-        std::vector<uint8_t> there;           // [n_expert]
+        const piece * holds = nullptr; // whose experts lie there, or are on their way
+        std::vector<uint8_t> there;    // [n_expert]
+        char * data = nullptr;
+        size_t size = 0;
         bool under_way = false;               // copies that no launched product waits for yet
     };
 
@@ -73,10 +87,10 @@ private:
     static void emulate(ggml_tensor * dst, int ith, int n_threads, void * user_data);
 
     staged_layer & layer_of(const ggml_moe_prompt_node & node) const;
+    void cut(staged_layer & s, size_t piece_bytes); // into pieces
     staged_layer * after(const staged_layer & s) const; // the layer that is computed next; null: none
     template<typename used_t>
-    void bring(const staged_layer & s, int part, const used_t & used); // what is used and not there, to `copies`
-    void add(void * to, const void * from, size_t n, int part, bool local);
+    void bring(const staged_layer & s, const piece & p, const used_t & used); // what is used and not there, to `copies`
     void choose_likely(staged_layer & s);
     void count_in_vain(const staged_layer & s);
     ggml_tensor * node(const llm_graph_context & g, ggml_tensor * a, ggml_tensor * b, ggml_moe_prompt_node & node) const;
@@ -90,9 +104,7 @@ private:
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buf;
     ggml_backend_buffer_ptr buf_ids; // page-locked
-    std::array<size_t, MOE_N_PARTS>  part_size = {};
-    std::array<char *, MOE_N_PARTS>  part_data = {};
-    std::array<staging, MOE_N_PARTS> parts;
+    std::array<staging, GGML_MOE_PROMPT_BUFFERS> buffers;
     std::vector<std::unique_ptr<staged_layer>> layers; // by row, null: not staged
     std::vector<ggml_moe_prompt_copy> copies;
     uint64_t ubatch = 0;

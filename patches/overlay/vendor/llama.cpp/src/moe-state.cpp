@@ -361,7 +361,7 @@ void llama_moe_state::open_prompt_lane() {
         }
     }
     std::string error;
-    if (any && lane->init((int) ctx.cparams.n_ubatch, error)) {
+    if (any && lane->init((int) ctx.cparams.n_ubatch, params.prompt_share, error)) {
         prompt = std::move(lane);
     } else if (any) {
         LLAMA_LOG_WARN("moe: prompts take llama.cpp's own path, which does not use the slots: %s\n", error.c_str());

@@ -106,6 +106,7 @@ struct llama_moe_state {
     void    placement_changed(); // after publish, evict and new slots
     void    lane_changed() { changed_graphs(); } // layers are computed in another number of passes
     int64_t device_bytes() const;
+    uint32_t n_more_nodes() const { return prompt ? (uint32_t) prompt->n_nodes() : 0; } // in a graph, than upstream expects
 
     llama_context &  ctx;
     llama_moe_params params;

@@ -37,7 +37,7 @@ extern "C" {
 #endif
 
 #define GGML_MOE_STREAM_MAGIC_0 0x4d6f4553
-#define GGML_MOE_STREAM_MAGIC_1 0x74726d35 // the layout of the structs below is part of it: a new layout takes a new number
+#define GGML_MOE_STREAM_MAGIC_1 0x74726d36 // the layout of the structs below is part of it: a new layout takes a new number
 #define GGML_MOE_STREAM_PARAM   14         // index of the magic in op_params; ggml_custom_4d uses the first six
 #define GGML_MOE_STREAM_OWNER   12         // index of a number that no two graphs with different channels share: captured graphs hold
                                            // the channel by value, and are compared by the tensors' bytes
