@@ -8,6 +8,7 @@ second copy with a registry of its own (llama_cpp/lib holds copies, not links).
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -597,6 +598,8 @@ class Experts:
         self.n_rows = int(_f["llama_moe_n_rows"](self._ctx))
         self.n_expert = int(_f["llama_moe_n_expert"](self._ctx))
         self._states = ctypes.c_uint8 * (self.n_rows * self.n_expert)
+        self._values: NDArray[np.float32] | None = None  # [n_rows, n_expert], as last set
+        self._values_lock = threading.Lock()  # another thread may set them while the execution changes
         self._views: dict[tuple[int, int, int], NDArray[np.int32]] = {}
         self._n_tokens, self._n_used = _int32(), _int32()
         self._sizes = ctypes.byref(self._n_tokens), ctypes.byref(self._n_used)
@@ -641,10 +644,12 @@ class Experts:
         _check(_f["llama_moe_set_slots"](self._ctx, wanted.ctypes.data_as(ctypes.POINTER(_int32))))
 
     def set_execution(self, execution: str) -> None:
-        """Changes how hybrid layers are executed, between two decodes; graphs are built anew.
+        """Changes how hybrid layers are executed, between two decodes; graphs are built anew, all that was set is kept.
 
         MoeError UNSUPPORTED: "in-stream" was asked for, and no layer can."""
-        _check(_f["llama_moe_set_execution"](self._ctx, check_execution(execution)))
+        with self._values_lock:
+            _check(_f["llama_moe_set_execution"](self._ctx, check_execution(execution)))
+            self._give_values()  # the library keeps them in what the in-stream execution is made of
 
     def set_streaming(self, max_experts: int, *, always: bool = False) -> None:
         """In-stream: during a decode up to max_experts (0 to MAX_STREAMED) cold experts of a row cross the link into slots whose
@@ -663,10 +668,17 @@ class Experts:
     def set_values(self, values: NDArray[Any]) -> None:
         """[n_rows, n_expert]: when experts cross the link, residents of least value make room; of equal values, those that were
         used longest ago. From any thread; counts from the next decode on. ValueError: another shape."""
-        table = np.ascontiguousarray(values, np.float32)
+        table = np.array(values, np.float32, order="C")  # a copy: it may be given again
         if table.shape != (self.n_rows, self.n_expert):
             raise ValueError(f"values have shape {table.shape}, it must be ({self.n_rows}, {self.n_expert})")
-        _check(_f["llama_moe_set_values"](self._ctx, table.ctypes.data_as(ctypes.POINTER(ctypes.c_float))))
+        with self._values_lock:
+            self._values = table
+            self._give_values()
+
+    def _give_values(self) -> None:
+        if self._values is not None:
+            pointer = self._values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+            _check(_f["llama_moe_set_values"](self._ctx, pointer))
 
     def failure(self) -> str:
         """Why the last decode failed after llama_decode had returned, "" if it did not. Waits for the decode.

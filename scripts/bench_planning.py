@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -130,6 +131,15 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}"
 
 
+def commit() -> str:
+    """What git says of this checkout, "" where there is none."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
@@ -138,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     capture_log()
+    load = round(os.getloadavg()[0], 2)  # before this run: processes that others wanted to run, mean of a minute
     rows: list[Row] = []
     with Model(write_model(args.folder)) as model:
         print(
@@ -155,6 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.out:
         result: dict[str, Any] = {
             "machine": machine(),
+            "commit": commit(),
+            "load": load,
             "command": "python scripts/bench_planning.py " + f"--steps {args.steps} --threads {args.threads}",
             "model": f"{N_LAYER} layers, {N_EXPERT} experts, {N_USED} a token, {SHARE:g} of them with a slot, random",
             "rows": [asdict(r) for r in rows],

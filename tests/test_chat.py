@@ -141,6 +141,9 @@ def test_a_second_turn_reuses_the_first(terminal: Callable[..., Terminal]) -> No
     chat.send("/clear\n")
     chat.expect("forgotten")
     chat.expect("> ")
+    chat.send("/claer\n")
+    chat.expect("'/claer' is no command")
+    chat.expect("> ")
     chat.send(HERON + "\n")
     third = chat.expect(STATUS)
     assert third[3] == first[3] and 4 < int(third[2]) < int(third[3])
@@ -195,6 +198,22 @@ def test_a_full_context_is_one_sentence_and_fails_in_a_script() -> None:
     assert "the context of 256 tokens is full: the answer ends here (/clear, or -c)" in done.stderr
     assert "the context of 256 tokens is full: with this message the conversation has" in done.stderr
     assert "forgotten" in done.stderr and "Traceback" not in done.stderr and "1 answer:" in done.stderr
+
+
+def test_a_mistyped_command_is_one_sentence_and_no_message() -> None:
+    """It costs no answer and leaves nothing in the conversation; a space before the slash makes it a message."""
+    lines = f"{HERON}\n/hlep\n{RIVER}\n /clear\n"
+    done = moespac("chat", "--json", "-t", "1", "-n", "4", lines=lines)
+    first, refused, second, sent = map(json.loads, done.stdout.splitlines())
+    sentence = (
+        "'/hlep' is no command (/clear forgets what was said, /exit ends); "
+        "with a space before the slash it is sent as a message"
+    )
+    assert refused == {"error": sentence} and f"moespac: {sentence}\n" in done.stderr
+    said = first["n_prompt"] + first["n_generated"]
+    assert second["n_reused"] >= said - 1 and second["n_prompt"] < said + 24  # that of one message
+    assert sent["n_generated"] > 0 and sent["n_reused"] >= second["n_prompt"] and "forgotten" not in done.stderr
+    assert done.returncode == 1 and "3 answers:" in done.stderr
 
 
 # --- the history -----------------------------------------------------------------------------------------------------------

@@ -342,4 +342,4 @@ def test_what_keeps_it_from_serving_is_one_sentence() -> None:
     assert said == "moespac: cannot listen on no-such-host.invalid: not a name or an address of this machine\n"
     _, said = (process := serve(before="import sys; sys.modules['fastapi'] = None")).communicate(timeout=30)
     assert process.returncode == 1 and said.startswith("moespac: serving needs more packages (")
-    assert said.endswith("pip install 'moespac-llamacpp[serve]'\n")
+    assert said.endswith("pip install fastapi uvicorn\n")

@@ -245,17 +245,40 @@ def test_where_nothing_is_streamed_one_pass_is_enough(crowded: Callable[..., Att
     assert close(two, step(a, 9))
 
 
+def left_for_least_value(a: Attached, values: Array, seed: int) -> int:
+    """How many residents made room in a step: each the one of least value in its row."""
+    before = residents(a)
+    step(a, 1, seed)
+    used, left = a.experts.counts() > 0, before & ~residents(a)
+    for row in np.flatnonzero(left.any(axis=1)):
+        lowest = np.flatnonzero(before[row])[np.argmin(values[row][before[row]])]
+        assert left[row].nonzero()[0].tolist() == [lowest] and not used[row, lowest]
+    return int(left.sum())
+
+
 def test_residents_of_least_value_make_room(streaming: Callable[..., Attached]) -> None:
     a = streaming(most=1)
     values = np.random.default_rng(1).random((a.experts.n_rows, a.experts.n_expert))
     for seed in range(4):
-        before = residents(a)
         a.experts.set_values(values)
-        step(a, 1, seed)
-        used, left = a.experts.counts() > 0, before & ~residents(a)
-        for row in np.flatnonzero(left.any(axis=1)):
-            lowest = np.flatnonzero(before[row])[np.argmin(values[row][before[row]])]
-            assert left[row].nonzero()[0].tolist() == [lowest] and not used[row, lowest]
+        left_for_least_value(a, values, seed)
+
+
+def test_values_outlive_a_change_of_execution(streaming: Callable[..., Attached]) -> None:
+    """Those set in-stream, and those set while the portable execution has no use for them."""
+    a = streaming(most=1)
+    rng = np.random.default_rng(1)
+    for while_portable in (False, True, False, True):
+        values = rng.random((a.experts.n_rows, a.experts.n_expert)).astype(np.float32)
+        if not while_portable:
+            a.experts.set_values(values)
+        a.experts.set_execution("portable")
+        if while_portable:
+            a.experts.set_values(values)
+        given = values.copy()
+        values[:] = 0  # the caller's array is the caller's
+        a.experts.set_execution("in-stream")
+        assert sum(left_for_least_value(a, given, seed) for seed in range(4)) > 0
 
 
 def test_without_values_those_used_longest_ago_make_room(streaming: Callable[..., Attached]) -> None:

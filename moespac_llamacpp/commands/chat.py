@@ -18,6 +18,9 @@ from moespac_llamacpp.chat import Chat, ContextFullError
 from moespac_llamacpp.commands.options import LoadOptions, SamplingOptions, TemplateOptions, takes
 from moespac_llamacpp.commands.session import PromptLine, session, tell
 
+#: Lines that begin with a slash are commands, whatever follows it: a mistyped one shall not become a message.
+COMMANDS = {"/clear": "forgets what was said", "/exit": "ends"}
+
 
 class Stopped(Exception):
     """Ctrl-C while the prompt was read."""
@@ -72,6 +75,13 @@ def read_line() -> str | None:
             return None
     line = sys.stdin.readline()
     return line.rstrip("\r\n") if line else None
+
+
+def no_command(line: str) -> str:
+    """The sentence for a line that begins with a slash and is none of COMMANDS."""
+    known = ", ".join(f"{name} {what}" for name, what in COMMANDS.items())
+    begins = line if len(line) <= 40 else line[:40] + "…"
+    return f"{begins!r} is no command ({known}); with a space before the slash it is sent as a message"
 
 
 def answer(
@@ -135,7 +145,9 @@ def chat_command(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="A line of JSON for each answer, instead of its text.")] = False,
 ) -> None:
-    """Talk with a model: a line is a message; Ctrl-C stops an answer, /clear forgets, /exit or the end of input ends."""
+    """Talk with a model: a line is a message; Ctrl-C stops an answer, /clear forgets, /exit or the end of input ends.
+
+    A message that begins with a slash needs a space before it."""
     all_answered = True
     if name:
         load = replace(load, model=Path(name))
@@ -151,13 +163,19 @@ def chat_command(
             while True:
                 try:
                     line = read_line()
-                    if line is None or line.strip() == "/exit":
+                    if line is None or line.rstrip() == "/exit":
                         break
-                    if line.strip() == "/clear":
+                    if line.rstrip() == "/clear":
                         chat.clear()
                         typer.echo("moespac: forgotten", err=True)
+                    elif line.startswith("/"):
+                        all_answered = False
+                        if json:
+                            typer.echo(dumps({"error": no_command(line)}))
+                        typer.echo(f"moespac: {no_command(line)}", err=True)
                     elif line.strip():
-                        all_answered &= answer(chat, interrupts, line, max_tokens, sampling.stop or (), json)
+                        message = line[1:] if line.startswith(" /") else line
+                        all_answered &= answer(chat, interrupts, message, max_tokens, sampling.stop or (), json)
                 except KeyboardInterrupt:
                     typer.echo("\nmoespac: /exit or Ctrl-D ends", err=True)
         total = chat.total

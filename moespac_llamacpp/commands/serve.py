@@ -40,7 +40,7 @@ def serve_command(
 
         from moespac_llamacpp.serving import create_app
     except ImportError as error:
-        raise fail(f"serving needs more packages ({error}): pip install 'moespac-llamacpp[serve]'") from error
+        raise fail(f"serving needs more packages ({error}): pip install fastapi uvicorn") from error
     from moespac_llamacpp.api import Moespac
 
     with told():
