@@ -74,28 +74,32 @@ class Prior:
 
 
 class Popularity:
-    """Expected use by a token of which nothing is known: its expert's recent use, drawn back to the use since the start.
+    """Expected use by a token of which nothing is known: an expert's recent use, drawn back to its use since the start.
 
         p = m + λ·(M − m)        m: mean use, fading by `decay` a token; M: mean use by all tokens so far
 
-    m follows what the text is about, but of an expert that is used now and then it knows a few tokens; M says how much the
-    layer's router likes the expert whatever the text is about, and knows all of them. How far recent use returns to M differs
-    from model to model (in the traces of docs/policies.md 0 to 45 %), so λ is measured: the least-squares coefficient of
-    what each batch used beyond m on M − m, both as they were before the batch, over all layers together:
-
-        λ = (S − σ) / Q, kept in 0 … 1      S = Σ (c − n·m)·(M − m),  Q = Σ n·(M − m)²
-
-    with c the counts of a batch of n tokens, and all sums fading over about 100 tokens. σ is the standard error of S by the
-    batches' residuals: only what is certain of a return counts, and where M says nothing p is m alone. The paper has no such
-    term; this is shrinkage to a long-run mean, as is usual where many small samples are estimated together.
+    m follows what the text is about, but knows some twenty tokens, so that for most experts it is a handful of uses and chance. M
+    knows all tokens, and says how much the layer's router likes an expert whatever the text is about. Which of them says more of
+    what comes differs from model to model: in the traces of docs/policies.md λ goes from 0 to 0.9. So λ is measured, as the
+    memory of tokens measures itself: for each of RETURNS, what its best experts (as many as there are slots) hit among the
+    tokens of the next PERIOD; a fading mean over about 100 tokens says which hit most. Hits decide, not squared errors, because
+    what matters is the order of experts near the edge of the slots; a least-squares λ follows the few that every token
+    uses, which have their slots anyway. Unless another hits MARGIN of the pairs more, λ is 0. The paper has no such term; it is
+    shrinkage to a long-run mean, as is usual where many small samples are estimated together.
     """
 
-    FADE = 0.99
+    RETURNS = (0.0, 0.3, 0.6, 0.9)
+    PERIOD = 8, 2  # tokens and batches at least: experts stay for a while, and judging takes a quarter of a millisecond
+    FADE, MARGIN = 0.99, 0.002
 
     def __init__(self, n_rows: int, n_expert: int, decay: float = DECAY) -> None:
         self.recent, self.ever = Prior(n_rows, n_expert, decay), Prior(n_rows, n_expert, 1.0)
         self.returns = 0.0  # λ
-        self._s = self._q = self._variance = 0.0  # S, Q, σ²
+        self.n_slots = max(1, n_expert // 4)  # for how many experts a row is judged
+        self.advantage = np.zeros(len(self.RETURNS))  # fading mean of (hits − hits with λ = 0) / pairs
+        self._best: list[NDArray[np.intp]] = []  # experts by each λ when the period began, [n_rows, n_slots]
+        self._uses = np.zeros((n_rows, n_expert))  # in the period
+        self._period = 0, 0
         self._mean: Table | None = None  # p, until more is observed
 
     @property
@@ -104,20 +108,20 @@ class Popularity:
         return self.recent.n
 
     def observe(self, batch: Batch) -> None:
-        self._measure(batch.counts, batch.n_seen, batch.n_tokens)
+        self._judge(batch.counts, batch.n_tokens)
         self.recent.observe(batch)
         self.ever.observe(batch)
 
     def observe_use(self, batch: Batch) -> None:
         """As binary signals, see Prior."""
-        self._measure(np.minimum(batch.counts, 1), np.minimum(batch.n_seen, 1), batch.n_tokens)
+        self._judge(np.minimum(batch.counts, 1), batch.n_tokens)
         self.recent.observe_use(batch)
         self.ever.observe_use(batch)
 
     def mean(self) -> Table:
+        """p, [n_rows, n_expert]; not to be written to."""
         if self._mean is None:
-            recent = self.recent.mean()
-            self._mean = recent + self.returns * (self.ever.mean() - recent) if self.returns else recent
+            self._mean = self._drawn_back(self.returns)
         return self._mean
 
     def counts_of(self, n: float) -> Table:
@@ -130,20 +134,28 @@ class Popularity:
         self.ever.seed(mean, n)
         self._mean = None
 
-    def _measure(self, counts: NDArray[Any], seen: NDArray[Any], n_tokens: int) -> None:
-        """How far this batch went from recent use to use since the start; both know nothing of it yet."""
-        self._mean = None
-        if not self.recent.n.any():
-            return
+    def _drawn_back(self, returns: float) -> Table:
         recent = self.recent.mean()
-        gap = self.ever.mean() - recent
-        expected = seen[:, None] * gap
-        s = float(np.vdot(counts, gap) - np.vdot(expected, recent))
-        q = float(np.vdot(expected, gap))
-        fade = self.FADE**n_tokens
-        self._s, self._q = fade * self._s + s, fade * self._q + q
-        if self._q <= 0:
+        return recent + returns * (self.ever.mean() - recent) if returns else recent
+
+    def _judge(self, counts: NDArray[Any], n_tokens: int) -> None:
+        """Before anything learns from the batch."""
+        self._mean = None
+        if not self._best:
+            if not self.recent.n.any():
+                return
+            n = min(self.n_slots, counts.shape[1])
+            tables = (self._drawn_back(r) for r in self.RETURNS)
+            self._best = [np.argpartition(-table, n - 1, axis=1)[:, :n] for table in tables]
+            self._uses[:] = 0
+            self._period = 0, 0
+        self._uses += counts
+        self._period = self._period[0] + n_tokens, self._period[1] + 1
+        if self._period[0] < self.PERIOD[0] or self._period[1] < self.PERIOD[1]:
             return
-        residual = s - self._s / self._q * q
-        self._variance = fade**2 * self._variance + residual**2
-        self.returns = min(1.0, max(0.0, (self._s - self._variance**0.5) / self._q))
+        hits = np.array([np.take_along_axis(self._uses, best, axis=1).sum() for best in self._best])
+        fade = self.FADE ** self._period[0]
+        self.advantage = fade * self.advantage + (1 - fade) * (hits - hits[0]) / max(self._uses.sum(), 1)
+        best = int(np.argmax(self.advantage))
+        self.returns = self.RETURNS[best] if self.advantage[best] > self.MARGIN else 0.0
+        self._best = []

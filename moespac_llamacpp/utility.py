@@ -229,6 +229,7 @@ class TokenMemory:
             self._n_batches += 1
             if self._n_batches % self.JUDGED == 0:
                 self._judge(batch)
+        self.prior.n_slots = self.n_slots
         if self.frequency:
             self.prior.observe(batch)
         else:

@@ -136,12 +136,12 @@ def test_the_memorys_score_is_the_formulas() -> None:
 
 
 def test_a_token_names_its_experts_the_second_time() -> None:
-    memory = TokenMemory(1, 16)
-    for token in range(1, 10):
-        memory.observe(batch_of(token + 5, tokens=[token]))
+    memory = TokenMemory(1, 64)
+    for token in range(1, 40):
+        memory.observe(batch_of(token + 5, tokens=[token], n_expert=64))
     memory.expect([2])
     assert memory.score()[0].argmax() == 7
-    memory.observe(batch_of(7, tokens=[2]))
+    memory.observe(batch_of(7, tokens=[2], n_expert=64))
     memory.expect([1, 3])
     assert set(np.argsort(memory.score()[0])[-2:]) == {6, 8}
 
