@@ -83,9 +83,7 @@ def comparison(job: Job, steps: Sequence[Step]) -> Rows:
         bound = {"clairvoyant_pair_hit": round(simulate.clairvoyant_hit(steps, n_slots, cap), 2)} if whole else {}
         for name in job.names:
             policy = simulate.policy_for(name, steps)
-            played = simulate.replay(
-                steps, policy, n_slots, cap, hardware=PORTABLE, landing=job.landing, resplit=True
-            )
+            played = simulate.replay(steps, policy, n_slots, cap, hardware=PORTABLE, landing=job.landing, resplit=True)
             rows.append(labels | {"policy": name} | figures(played) | bound)
     return rows
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moespac_llamacpp.planning import Batch
-from moespac_llamacpp.popularity import Popularity, Prior
+from moespac_llamacpp.popularity import Prior
 from moespac_llamacpp.utility import Adaptive, History, Integer, TokenMemory, _pair
 
 
