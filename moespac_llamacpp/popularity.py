@@ -89,7 +89,7 @@ class Popularity:
     """
 
     RETURNS = (0.0, 0.3, 0.6, 0.9)
-    PERIOD = 8, 2  # tokens and batches at least: experts stay for a while, and judging takes a quarter of a millisecond
+    PERIOD = 8, 2  # tokens and batches at least: experts stay for a while, and judging takes a fifth of a millisecond
     FADE, MARGIN = 0.99, 0.002
 
     def __init__(self, n_rows: int, n_expert: int, decay: float = DECAY) -> None:
@@ -97,7 +97,7 @@ class Popularity:
         self.returns = 0.0  # λ
         self.n_slots = max(1, n_expert // 4)  # for how many experts a row is judged
         self.advantage = np.zeros(len(self.RETURNS))  # fading mean of (hits − hits with λ = 0) / pairs
-        self._best: list[NDArray[np.intp]] = []  # experts by each λ when the period began, [n_rows, n_slots]
+        self._best: NDArray[np.intp] | None = None  # by each λ when the period began: places in the flat table
         self._uses = np.zeros((n_rows, n_expert))  # in the period
         self._period = 0, 0
         self._mean: Table | None = None  # p, until more is observed
@@ -121,7 +121,8 @@ class Popularity:
     def mean(self) -> Table:
         """p, [n_rows, n_expert]; not to be written to."""
         if self._mean is None:
-            self._mean = self._drawn_back(self.returns)
+            recent = self.recent.mean()
+            self._mean = recent + self.returns * (self.ever.mean() - recent) if self.returns else recent
         return self._mean
 
     def counts_of(self, n: float) -> Table:
@@ -134,28 +135,31 @@ class Popularity:
         self.ever.seed(mean, n)
         self._mean = None
 
-    def _drawn_back(self, returns: float) -> Table:
-        recent = self.recent.mean()
-        return recent + returns * (self.ever.mean() - recent) if returns else recent
-
     def _judge(self, counts: NDArray[Any], n_tokens: int) -> None:
         """Before anything learns from the batch."""
         self._mean = None
-        if not self._best:
+        if self._best is None:
             if not self.recent.n.any():
                 return
-            n = min(self.n_slots, counts.shape[1])
-            tables = (self._drawn_back(r) for r in self.RETURNS)
-            self._best = [np.argpartition(-table, n - 1, axis=1)[:, :n] for table in tables]
+            self._best = self._best_experts()
             self._uses[:] = 0
             self._period = 0, 0
         self._uses += counts
         self._period = self._period[0] + n_tokens, self._period[1] + 1
         if self._period[0] < self.PERIOD[0] or self._period[1] < self.PERIOD[1]:
             return
-        hits = np.array([np.take_along_axis(self._uses, best, axis=1).sum() for best in self._best])
+        hits = self._uses.take(self._best).sum(axis=1)
         fade = self.FADE ** self._period[0]
         self.advantage = fade * self.advantage + (1 - fade) * (hits - hits[0]) / max(self._uses.sum(), 1)
         best = int(np.argmax(self.advantage))
         self.returns = self.RETURNS[best] if self.advantage[best] > self.MARGIN else 0.0
-        self._best = []
+        self._best = None
+
+    def _best_experts(self) -> NDArray[np.intp]:
+        """[RETURNS, n_rows · n_slots]"""
+        n_rows, n_expert = self._uses.shape
+        n = min(self.n_slots, n_expert)
+        recent = self.recent.mean()
+        gap = self.ever.mean() - recent
+        best = [np.argpartition(-(recent + r * gap), n - 1, axis=1)[:, :n] for r in self.RETURNS]
+        return np.reshape(np.stack(best) + n_expert * np.arange(n_rows)[:, None], (len(self.RETURNS), -1))
