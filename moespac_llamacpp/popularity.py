@@ -82,10 +82,10 @@ class Popularity:
     knows all tokens, and says how much the layer's router likes an expert whatever the text is about. Which of them says more of
     what comes differs from model to model: in the traces of docs/policies.md λ goes from 0 to 0.9. So λ is measured, as the
     memory of tokens measures itself: for each of RETURNS, what its best experts (as many as there are slots) hit among the
-    tokens of the next PERIOD; a fading mean over about 100 tokens says which hit most. Hits decide, not squared errors, because
-    what matters is the order of experts near the edge of the slots; a least-squares λ follows the few that every token
-    uses, which have their slots anyway. Unless another hits MARGIN of the pairs more, λ is 0. The paper has no such term; it is
-    shrinkage to a long-run mean, as is usual where many small samples are estimated together.
+    tokens of the next PERIOD. A fading mean over about 100 tokens, less its standard error, says which hit most. Hits
+    decide, not squared errors, because what matters is the order of experts near the edge of the slots; a least-squares λ
+    follows the few that every token uses, which have their slots anyway. Unless another hits MARGIN of the pairs more, λ is 0.
+    The paper has no such term; it is shrinkage to a long-run mean, as is usual where many small samples are estimated together.
     """
 
     RETURNS = (0.0, 0.3, 0.6, 0.9)
@@ -96,7 +96,10 @@ class Popularity:
         self.recent, self.ever = Prior(n_rows, n_expert, decay), Prior(n_rows, n_expert, 1.0)
         self.returns = 0.0  # λ
         self.n_slots = max(1, n_expert // 4)  # for how many experts a row is judged
-        self.advantage = np.zeros(len(self.RETURNS))  # fading mean of (hits − hits with λ = 0) / pairs
+        #: fading mean of (hits − hits with λ = 0) / pairs, less its standard error if in truth there were no difference: one
+        #: period that chance made good decides nothing
+        self.advantage = np.zeros(len(self.RETURNS))
+        self._sum, self._squares, self._weight = np.zeros_like(self.advantage), np.zeros_like(self.advantage), 0.0
         self._best: NDArray[np.intp] | None = None  # by each λ when the period began: places in the flat table
         self._uses = np.zeros((n_rows, n_expert))  # in the period
         self._period = 0, 0
@@ -150,7 +153,10 @@ class Popularity:
             return
         hits = self._uses.take(self._best).sum(axis=1)
         fade = self.FADE ** self._period[0]
-        self.advantage = fade * self.advantage + (1 - fade) * (hits - hits[0]) / max(self._uses.sum(), 1)
+        gain = (hits - hits[0]) / max(self._uses.sum(), 1)
+        self._sum, self._squares = fade * self._sum + gain, fade**2 * self._squares + gain**2
+        self._weight = fade * self._weight + 1
+        self.advantage = (self._sum - np.sqrt(self._squares)) / self._weight
         best = int(np.argmax(self.advantage))
         self.returns = self.RETURNS[best] if self.advantage[best] > self.MARGIN else 0.0
         self._best = None

@@ -218,11 +218,14 @@ def main() -> int:
     parser.add_argument(
         "--policy", action="append", choices=policies.NAMES, help="only these: other rows of --out stay as they are"
     )
+    parser.add_argument("--what", choices=("policies", "ablation", "both"), default="both")
     args = parser.parse_args()
     old: Rows = json.loads(args.out.read_text(encoding="utf-8")) if args.policy else []
     results: dict[bool, Rows] = {False: [], True: []}
     names = tuple(args.policy or policies.NAMES)
     todo = [job for trace in args.traces for job in jobs(trace, args.cap, names)]
+    if args.what != "both":
+        todo = [job for job in todo if job.ablation == (args.what == "ablation")]
     with ProcessPoolExecutor(args.processes) as pool:
         for n, (job, rows) in enumerate(zip(todo, pool.map(run, todo), strict=True), start=1):
             results[job.ablation] += rows
