@@ -68,16 +68,22 @@ class Hardware:
 
     def experts_us(self, work: Work) -> Column:
         """Of the routed experts of each layer, both lanes side by side."""
+        return self.streaming(work)[0]
+
+    def streaming(self, work: Work) -> tuple[Column, NDArray[np.int64]]:
+        """experts_us, and how many experts of each layer cross the link for it."""
         device, cold = self.device_us(work), np.asarray(work.cold_experts, np.float64)
         read = cold * self.cpu_expert + work.cold_pairs * self.cpu_pair
         best = np.where(cold > 0, np.maximum(device, self.request + read), device)
+        n_best = np.zeros(best.shape, np.int64)
         link = 1e6 * self.expert_bytes / self.link_bytes
         for n in range(1, self.streams + 1):
             left = np.maximum(cold - n, 0)
             pool = np.where(left > 0, self.request + self.beside * read * left / np.maximum(cold, 1e-9), 0)
-            possible = (n <= cold) & (n <= work.free)
-            best = np.where(possible, np.minimum(best, np.maximum(device + n * link, pool)), best)
-        return best
+            us = np.maximum(device + n * link, pool)
+            better = (n <= cold) & (n <= work.free) & (us < best)
+            best, n_best = np.where(better, us, best), np.where(better, n, n_best)
+        return best, n_best
 
     def whole_us(self, work: Work) -> Column:
         """Of whole layers, with their rest. llama.cpp's own path: only of what `in_stream` makes."""

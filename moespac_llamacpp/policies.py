@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moespac_llamacpp.planning import Batch, Limits, Move, Policy, Table, plan_moves
+from moespac_llamacpp.popularity import DECAY, Prior
 from moespac_llamacpp.rivals import ByRecency, Fiddler, HybriMoe, MixtralOffload, MoeInfinity
 from moespac_llamacpp.spac import MoeSpac
-from moespac_llamacpp.utility import DECAY, SEED_WEIGHT, Adaptive, Integer, Prior, TokenMemory
+from moespac_llamacpp.utility import SEED_WEIGHT, Adaptive, Integer, TokenMemory
 
 __all__ = ["NAMES", "Batch", "Decayed", "Lfu", "Limits", "Lru", "Move", "Policy", "Static", "make"]
 

@@ -357,7 +357,7 @@ def simulate(
     n_rows, n_expert = steps[0].batch.counts.shape
     n_slots = max(1, round(cache_share * n_expert))
     cap = max(1, round(0.02 * n_rows * n_expert)) if max_moves is None else max_moves
-    made = [(n, _make(n, steps, frequency, balanced)) for n in names]
+    made = [(n, policy_for(n, steps, frequency=frequency, balanced=balanced)) for n in names]
     bound = clairvoyant_hit(steps, n_slots, cap)
     width = max(s.batch.n_tokens for s in steps if s.measured)
     landing = landing or ("next" if width == 1 else "same")
@@ -393,7 +393,8 @@ def simulate(
     return results
 
 
-def _make(name: str, steps: Sequence[Step], frequency: bool, balanced: bool) -> Policy:
+def policy_for(name: str, steps: Sequence[Step], *, frequency: bool = True, balanced: bool = True) -> Policy:
+    """A policy by its name, with the profile that it gets in replays. frequency, balanced False: where it has them."""
     n_rows, n_expert = steps[0].batch.counts.shape
     profile = profile_of(steps, name)
     return policies.make(

@@ -13,10 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moespac_llamacpp.planning import Batch, Table
+from moespac_llamacpp.popularity import DECAY, Popularity
 
-DECAY = (
-    0.955  # per decoded row, half-life 15 rows: best or within a point of it on all traces, whatever the batch width
-)
 SEED_WEIGHT = 10.0  # tokens that a use known from before counts for: about half of what a prior with DECAY can hold
 N_TOKENS_KEPT = 16_384
 N_PAIRS_KEPT = 32_768
@@ -37,62 +35,6 @@ class Estimator(Protocol):
     def width(self) -> int: ...
 
     def hysteresis(self, late: bool = False) -> float: ...
-
-
-class Prior:
-    """Counts of all decoded rows, fading by `decay` per token; decay 1 is LFU. `mean` is the expected use per token.
-
-    The tokens of a batch fade one by one, so that it does not matter how a text was cut into batches. Each row fades by the
-    tokens whose choices are known for it. Where only counts are known, the tokens of a batch share their mean weight."""
-
-    def __init__(self, n_rows: int, n_expert: int, decay: float = DECAY) -> None:
-        self.decay = decay
-        self.counts = np.zeros((n_rows, n_expert))
-        self.n = np.zeros(n_rows)  # weight of all tokens of a row
-
-    def observe(self, batch: Batch) -> None:
-        seen = batch.n_seen
-        fade = self.decay**seen
-        total = (1 - fade) / (1 - self.decay) if self.decay < 1 else seen.astype(np.float64)
-        if batch.n_tokens == 1 or self.decay == 1:
-            self._add(batch.counts, total, fade)
-        elif batch.ids is None:
-            self._add(batch.counts * (total / np.maximum(seen, 1))[:, None], total, fade)
-        else:
-            self._add(self._weighted(batch.ids), total, fade)
-
-    def observe_use(self, batch: Batch) -> None:
-        """As binary signals: an expert was used by the batch or not, whatever the number of its tokens."""
-        seen = batch.n_seen
-        self._add(np.minimum(batch.counts, 1), (seen > 0).astype(np.float64), self.decay**seen)
-
-    def _add(self, counts: NDArray[Any], total: NDArray[Any], fade: NDArray[Any]) -> None:
-        self.counts *= fade[:, None]
-        self.counts += counts
-        self.n *= fade
-        self.n += total
-
-    def _weighted(self, ids: NDArray[np.signedinteger[Any]]) -> Table:
-        """Counts of the ids, a token weighing decay^(known tokens after it)."""
-        n_rows, n_expert = self.counts.shape
-        known = ids[:, :, 0] < n_expert
-        after = known[::-1].cumsum(axis=0)[::-1] - known
-        weight = np.broadcast_to((self.decay**after)[:, :, None], ids.shape)
-        place = ids + (n_expert + 1) * np.arange(n_rows)[:, None]
-        use: NDArray[Any] = np.bincount(place.ravel(), weight.ravel(), n_rows * (n_expert + 1))
-        return use.reshape(n_rows, -1)[:, :n_expert]
-
-    def mean(self) -> Table:
-        return self.counts / np.maximum(self.n, 1e-9)[:, None]
-
-    def counts_of(self, n: float) -> Table:
-        """The counts if n tokens were known of each row: rows of which less is known become comparable."""
-        return self.counts * (n / np.maximum(self.n, 1e-9))[:, None]
-
-    def seed(self, mean: Table, n: float) -> None:
-        """Starts from a known mean use, as if from n tokens (in their faded weight)."""
-        self.counts = n * np.asarray(mean, np.float64)
-        self.n = np.full(len(mean), n)
 
 
 class Integer:
@@ -218,14 +160,17 @@ def _pair(before: int, token: int) -> int:
 class TokenMemory:
     """The default: a prior, and the experts that each token and each pair (previous token, token) chose the last two times.
 
-    For each token of the coming batch, with p the prior's mean, Σ and n the sum and number of remembered choices:
+    For each token of the coming batch, with p the prior (popularity.py), Σ and n the sum and number of remembered choices:
 
         r = (Σ₁ + α·p) / (n₁ + α)                  token;   α = 1
         r = (Σ₂ + β·r) / (n₂ + β)  if n₂ > 0       pair;    β = 0.5
         r = 0.7·r + 0.3·p
 
-    and the score is the sum over the tokens. All of it is linear in Σ₁, Σ₂ and p, so one weighted count of ids gives the score.
-    Without drafted tokens (or without ids, where only counts are known) the score is the prior's fading counts.
+    and the score is the sum over the tokens, and 2·p for those that come after them: guesses not made yet, and the batch's
+    successor, of which nothing else is known. An expert stays longer than for a batch, so an upload that gains little now may be
+    worth it for what comes; where no token was seen before, that is all there is to gain. All of it is linear in Σ₁, Σ₂ and p,
+    so one weighted count of ids gives the score. Without drafted tokens (or without ids, where only counts are known) the
+    score is p times the tokens that the prior's recent use knows.
 
     It measures itself: for each row, the hits that the best experts by the memory's score would have had among the tokens just
     observed (every fourth batch, JUDGED), against those by the prior; where a fading mean of the difference is not above
@@ -234,6 +179,7 @@ class TokenMemory:
     """
 
     ALPHA, BETA, MIX = 1.0, 0.5, 0.3
+    AHEAD = 2  # tokens after those that are known; 1 and 4 are as good, 8 cost half a point where tokens are known
     JUDGED = 4  # one batch of so many: a fifth of what observing costs otherwise
 
     def __init__(
@@ -250,16 +196,17 @@ class TokenMemory:
         n_pairs: int = N_PAIRS_KEPT,
         frequency: bool = True,
     ) -> None:
-        """Hysteresis: swap_gain in expected uses (0.4), where tokens are known; where not, in fading counts prior_gain, or
+        """Hysteresis: swap_gain in expected uses (0.1), where tokens are known; where not, in fading counts prior_gain, or
         late_gain for moves that land after the batch that they are planned for. (0.5 instead of 0.1 saves a third of the moves,
         and costs up to 2 % of predicted step time where they land in time.)
 
-        frequency False: the ablation in which an expert is used or not, once a batch; its swap_gain (0.1 of a chance) makes
+        frequency False: the ablation in which an expert is used or not, once a batch; its swap_gain (0.05 of a chance) makes
         about as many moves, see docs/policies.md."""
-        self.prior = Prior(n_rows, n_expert, decay)
-        self.swap_gain = (0.4 if frequency else 0.1) if swap_gain is None else swap_gain
+        self.prior = Popularity(n_rows, n_expert, decay)
+        self.swap_gain = (0.1 if frequency else 0.05) if swap_gain is None else swap_gain
         self.prior_gain, self.late_gain = prior_gain, late_gain
         self.margin, self.frequency = margin, frequency
+        self.shape = n_rows, n_expert
         self.caps = n_tokens, n_pairs
         self.n_slots = max(1, n_expert // 4)  # for how many experts a row is judged; the policy keeps it up to date
         self.advantage = np.zeros(n_rows)  # fading mean of (memory's hits − prior's hits) / pairs
@@ -271,17 +218,18 @@ class TokenMemory:
         self.before = -1
         self._width = 0
         self._k = 0
-        self._raw: Table | None = None  # the memory's score of what is expected, before any fall-back
+        self._known: Table | None = None  # uses by the expected tokens as the memory has it, before any fall-back
 
     def expect(self, tokens: Sequence[int]) -> None:
         self.expected += [int(t) for t in tokens]
-        self._raw = None
+        self._known = None
 
     def observe(self, batch: Batch) -> None:
         if self._uses_memory():
             self._n_batches += 1
             if self._n_batches % self.JUDGED == 0:
                 self._judge(batch)
+        self.prior.n_slots = self.n_slots
         if self.frequency:
             self.prior.observe(batch)
         else:
@@ -292,15 +240,18 @@ class TokenMemory:
         if last is not None:
             self.before = last
         self._width = batch.n_tokens
-        self.expected, self._raw = [], None
+        self.expected, self._known = [], None
 
     def score(self) -> Table:
         if not self._uses_memory():
             return self.prior.counts_of(float(self.prior.n.max(initial=0.0)))
-        return np.where(self.falls_back()[:, None], self._prior_score(), self._memory_score())
+        known = np.where(self.falls_back()[:, None], self._uses_by_prior(), self._uses_by_memory())
+        return self._finish(known + self.AHEAD * self._per_token())
 
     def scale(self) -> float:
-        return 1.0 if self._uses_memory() else self._width / max(float(self.prior.n.max(initial=0.0)), 1e-9)
+        if self._uses_memory():
+            return len(self.expected) / (len(self.expected) + self.AHEAD)
+        return self._width / max(float(self.prior.n.max(initial=0.0)), 1e-9)
 
     def hysteresis(self, late: bool = False) -> float:
         """`swap_gain` expected uses with known tokens; without, `prior_gain` fading counts, none for batches of one token, or
@@ -324,8 +275,8 @@ class TokenMemory:
     def _uses_memory(self) -> bool:
         return bool(self.expected) and self.tokens is not None
 
-    def _prior_score(self) -> Table:
-        return self._finish(len(self.expected) * self._per_token())
+    def _uses_by_prior(self) -> Table:
+        return len(self.expected) * self._per_token()
 
     def _per_token(self) -> Table:
         """p: expected use by one token. Of binary signals, what makes use by a whole batch as likely as seen."""
@@ -339,11 +290,11 @@ class TokenMemory:
         """Expected uses; for binary signals the chance of any."""
         return uses if self.frequency else 1 - np.exp(-uses)
 
-    def _memory_score(self) -> Table:
-        if self._raw is not None:
-            return self._raw
+    def _uses_by_memory(self) -> Table:
+        if self._known is not None:
+            return self._known
         assert self.tokens is not None and self.pairs is not None
-        n_rows, n_expert = self.prior.counts.shape
+        n_rows, n_expert = self.shape
         parts, weights, on_prior, before = [], [], 0.0, self.before
         for token in self.expected:
             on_prior += self.MIX
@@ -363,14 +314,14 @@ class TokenMemory:
             place = ids + (n_expert + 1) * np.arange(n_rows)[:, None]
             use = np.bincount(place.ravel(), np.repeat(weights, place[0].size), n_rows * (n_expert + 1))
             score += use.reshape(n_rows, -1)[:, :n_expert]
-        self._raw = self._finish(score)
-        return self._raw
+        self._known = score
+        return score
 
     def _judge(self, batch: Batch) -> None:
         n = min(self.n_slots, batch.counts.shape[1])
         pairs = np.maximum(batch.counts.sum(axis=1), 1)
         hits = []
-        for score in (self._memory_score(), self._prior_score()):
+        for score in (self._uses_by_memory(), self._uses_by_prior()):
             top = np.argpartition(-score, n - 1, axis=1)[:, :n]
             hits.append(np.take_along_axis(batch.counts, top, axis=1).sum(axis=1) / pairs)
         fade = 0.99 ** (self.JUDGED * batch.n_tokens)
@@ -378,7 +329,7 @@ class TokenMemory:
         self._judged = fade * self._judged + (1 - fade)
 
     def _learn(self, batch: Batch, ids: NDArray[np.signedinteger[Any]], tokens: list[int]) -> None:
-        n_rows, n_expert = self.prior.counts.shape
+        n_rows, n_expert = self.shape
         if self.tokens is None or ids.shape[2] > self._k:
             self._k = ids.shape[2]
             self.tokens, self.pairs = (History(n_rows, n_expert, self._k, cap=cap) for cap in self.caps)

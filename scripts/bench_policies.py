@@ -2,6 +2,7 @@
 """Replays routing traces through every policy and writes bench/results/policies.json; the ablation goes to ablation.json.
 
 python scripts/bench_policies.py traces/*.npz
+python scripts/bench_policies.py traces/*.npz --policy moe-spac --policy moe-spac-no-frequency   # after a change of these
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Job:
     cap: float  # share of all experts that may move in a step
     landing: Landing
     ablation: bool = False
+    names: tuple[str, ...] = policies.NAMES
 
     @property
     def steps(self) -> list[Step]:
@@ -76,11 +78,29 @@ def comparison(job: Job, steps: Sequence[Step]) -> Rows:
     for share in SHARES:
         labels = job.labels(steps, share)
         cap = int(str(labels["max_moves"]))
-        for r in simulate.simulate(steps, policies.NAMES, share, cap, hardware=PORTABLE, landing=job.landing):
-            numbers = figures(Replay(r.n_steps, r.pair_hit, r.expert_hit, r.moves_per_step, r.predicted_ms))
-            bound = {"clairvoyant_pair_hit": round(r.clairvoyant_pair_hit, 2)}
-            rows.append(labels | {"policy": r.policy} | numbers | bound)
+        n_slots = max(1, round(share * steps[0].batch.counts.shape[1]))
+        whole = job.names == policies.NAMES  # else the bound is known from before
+        bound = {"clairvoyant_pair_hit": round(simulate.clairvoyant_hit(steps, n_slots, cap), 2)} if whole else {}
+        for name in job.names:
+            policy = simulate.policy_for(name, steps)
+            played = simulate.replay(steps, policy, n_slots, cap, hardware=PORTABLE, landing=job.landing, resplit=True)
+            rows.append(labels | {"policy": name} | figures(played) | bound)
     return rows
+
+
+def merged(old: Rows, new: Rows) -> Rows:
+    """The old rows, those of the same cell and policy replaced. ValueError: there is none of the same."""
+    place = {cell_of(row): i for i, row in enumerate(old)}
+    rows = list(old)
+    for row in new:
+        if cell_of(row) not in place:
+            raise ValueError(f"no row to replace for {row['trace']}, {row['policy']}: run it for all policies")
+        rows[place[cell_of(row)]] = rows[place[cell_of(row)]] | row
+    return rows
+
+
+def cell_of(row: dict[str, object]) -> tuple[object, ...]:
+    return tuple(row[name] for name in ("trace", "cache_share", "batch", "batch_kind", "landing", "policy"))
 
 
 def figures(r: Replay) -> dict[str, object]:
@@ -175,13 +195,13 @@ def equal_moves(play: Callable[[float], Replay], wanted: float) -> Replay:
     return best
 
 
-def jobs(trace: Path, cap: float) -> list[Job]:
+def jobs(trace: Path, cap: float, names: tuple[str, ...] = policies.NAMES) -> list[Job]:
     """Moves land as live: in time for batches that a draft model guessed; and for all widths as where no time passes (n-gram
     lookup, or no draft)."""
     with np.load(trace) as z:
         verify = [0] if "step" in z.files else []
-    found = [Job(trace, batch, cap, "same") for batch in [*verify, *BATCHES] if batch != 1]
-    found += [Job(trace, batch, cap, "next") for batch in [*verify, *BATCHES]]
+    found = [Job(trace, batch, cap, "same", names=names) for batch in [*verify, *BATCHES] if batch != 1]
+    found += [Job(trace, batch, cap, "next", names=names) for batch in [*verify, *BATCHES]]
     # the text of the tiny pair's two traces is nearly the same: its consecutive batches once
     found = [job for job in found if job.batch == 0 or "tiny-pair_sd8" not in trace.stem]
     batch = verify[0] if verify else 4
@@ -195,13 +215,24 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("bench/results/policies.json"))
     parser.add_argument("--ablation-out", type=Path, default=Path("bench/results/ablation.json"))
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--policy", action="append", choices=policies.NAMES, help="only these: other rows of --out stay as they are"
+    )
+    parser.add_argument("--what", choices=("policies", "ablation", "both"), default="both")
     args = parser.parse_args()
+    old: Rows = json.loads(args.out.read_text(encoding="utf-8")) if args.policy else []
     results: dict[bool, Rows] = {False: [], True: []}
-    todo = [job for trace in args.traces for job in jobs(trace, args.cap)]
+    names = tuple(args.policy or policies.NAMES)
+    todo = [job for trace in args.traces for job in jobs(trace, args.cap, names)]
+    if args.what != "both":
+        todo = [job for job in todo if job.ablation == (args.what == "ablation")]
     with ProcessPoolExecutor(args.processes) as pool:
         for n, (job, rows) in enumerate(zip(todo, pool.map(run, todo), strict=True), start=1):
             results[job.ablation] += rows
-            write(args.ablation_out if job.ablation else args.out, results[job.ablation])
+            if job.ablation:
+                write(args.ablation_out, results[True])
+            else:
+                write(args.out, merged(old, results[False]) if args.policy else results[False])
             what = "ablation" if job.ablation else "policies"
             batch = job.batch or "as verified"
             print(

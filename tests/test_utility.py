@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from moespac_llamacpp.planning import Batch
-from moespac_llamacpp.utility import Adaptive, History, Integer, Prior, TokenMemory, _pair
+from moespac_llamacpp.popularity import Prior
+from moespac_llamacpp.utility import Adaptive, History, Integer, TokenMemory, _pair
 
 
 def batch_of(*experts: int, tokens: list[int] | None = None, n_expert: int = 16, starts: bool = False) -> Batch:
@@ -113,7 +114,7 @@ def slow_score(history: list[tuple[int, int, int]], prior: np.ndarray, before: i
             r = (np.eye(len(prior))[two].sum(axis=0) + 0.5 * r) / (len(two) + 0.5)
         total = total + 0.7 * r + 0.3 * prior
         before = token
-    return total
+    return total + 2 * prior
 
 
 def test_the_memorys_score_is_the_formulas() -> None:
@@ -135,12 +136,12 @@ def test_the_memorys_score_is_the_formulas() -> None:
 
 
 def test_a_token_names_its_experts_the_second_time() -> None:
-    memory = TokenMemory(1, 16)
-    for token in range(1, 10):
-        memory.observe(batch_of(token + 5, tokens=[token]))
+    memory = TokenMemory(1, 64)
+    for token in range(1, 40):
+        memory.observe(batch_of(token + 5, tokens=[token], n_expert=64))
     memory.expect([2])
     assert memory.score()[0].argmax() == 7
-    memory.observe(batch_of(7, tokens=[2]))
+    memory.observe(batch_of(7, tokens=[2], n_expert=64))
     memory.expect([1, 3])
     assert set(np.argsort(memory.score()[0])[-2:]) == {6, 8}
 
@@ -167,7 +168,7 @@ def test_without_tokens_or_ids_the_score_is_the_priors() -> None:
     counts[:, 3] = 2
     memory.observe(Batch(counts, 2))
     memory.expect([1, 2])
-    assert (memory.score() == memory.prior.counts).all() and memory.nbytes() == 0
+    assert (memory.score() == memory.prior.recent.counts).all() and memory.nbytes() == 0
 
 
 def test_the_memory_is_capped_and_the_oldest_goes_first() -> None:
@@ -213,7 +214,7 @@ def test_a_memory_that_names_no_better_than_the_prior_is_not_used() -> None:
     memory = noise(informative=False)
     assert memory.falls_back().all() and memory.advantage[0] <= 0.01
     memory.expect([1, 2])
-    np.testing.assert_allclose(memory.score(), 2 * memory.prior.mean())
+    np.testing.assert_allclose(memory.score(), (2 + memory.AHEAD) * memory.prior.mean())
 
 
 def test_a_memory_that_earns_its_moves_is_used() -> None:
