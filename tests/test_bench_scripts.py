@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from moespac_llamacpp.policies import make
+from moespac_llamacpp.simulate import Tally
+from moespac_llamacpp.synth.plan import make_plan
+from moespac_llamacpp.synth.replay import verify_steps
+from moespac_llamacpp.synth.shapes import SHAPES
 
 REPO = Path(__file__).resolve().parent.parent
 N_LAYER, N_USED, N_TOKENS = 6, 6, 64
@@ -48,3 +57,35 @@ def test_what_python_adds_between_two_decodes_is_measured(tmp_path: Path) -> Non
 def test_who_asks_for_help_gets_no_measurement() -> None:
     done = script("bench_sampling.py", "--help")
     assert done.returncode == 0 and done.stdout.startswith("usage:") and "µs" not in done.stdout
+
+
+def test_a_comparison_of_some_policies_replaces_only_their_rows(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    ids = rng.permuted(np.tile(np.arange(16, dtype=np.uint8), (24, 2, 1)), axis=2)[:, :, :2]
+    trace, out = tmp_path / "trace.npz", tmp_path / "policies.json"
+    np.savez(trace, experts=ids, n_expert=16, is_decode=np.arange(24) >= 4)
+    command = [str(trace), "--out", str(out), "--what", "policies", "--processes", "1"]
+    assert script("bench_policies.py", *command).returncode == 0
+    whole = json.loads(out.read_text())
+    spoilt = [row | {"pair_hit": -1.0} if row["policy"] in ("lru", "lfu") else row for row in whole]
+    out.write_text(json.dumps(spoilt))
+    assert script("bench_policies.py", *command, "--policy", "lfu").returncode == 0
+    after = json.loads(out.read_text())
+    assert [row for row in after if row["policy"] != "lru"] == [row for row in whole if row["policy"] != "lru"]
+    assert all(row["pair_hit"] == -1 for row in after if row["policy"] == "lru")
+
+
+def test_a_planted_chain_replays_as_a_session_runs_it() -> None:
+    """Moves within the cap, streamed experts among the residents, never more of them than slots."""
+    sys.path.insert(0, str(REPO / "scripts"))
+    planted: Any = importlib.import_module("replay_planted")
+    plan = make_plan(replace(SHAPES["qwen3-30b-a3b"], n_layer=4), range(1000, 9000), None, 1024)
+    steps = verify_steps(plan, 3, 60)
+    session = planted.Session(make("moe-spac", 4, 128), (4, 128), 32, 10, late=False)
+    session.prompt(steps[0].batch)
+    for step in steps[1:]:
+        tally = Tally()
+        session.step(step.batch, tally)
+        assert tally.n_moves <= 10
+        assert (session.resident.sum(axis=1) <= 32).all()
+    assert session.n_streamed > 0
