@@ -1,4 +1,4 @@
-"""A few hybrid decodes of tiny models, small enough for compute-sanitizer's slower tools:
+"""A few hybrid decodes and prompts of tiny models, small enough for compute-sanitizer's slower tools:
 
     MOESPAC_TEST_DEVICE=CUDA0 compute-sanitizer --tool racecheck --report-api-errors no python tests/small_run.py
 
@@ -16,6 +16,7 @@ from families import FAMILIES, cached_model
 from lowlevel import Capture, load_model, make_context
 from moespac_llamacpp import native
 from parity import CAPTURED, difference, pair
+from test_prompt import compare, lane, tokens
 
 TOKENS = list(range(5, 37))
 
@@ -29,6 +30,11 @@ def main() -> None:
                     p.experts.set_look_ahead(ahead)
                     p.fill(0.5)
                     print(family, n, p.compare(TOKENS[:n]), p.experts.perf_total(), flush=True)
+            with lane(cached_model(Path(folder), family, expert_type=expert_type), family) as p:
+                for share in (0.0, 0.5):
+                    p.fill(share)
+                    compare(p, tokens(80))
+                    print(family, "prompt", p.experts.prompt_bytes(), flush=True)
         if "--upstream" in sys.argv:
             path = cached_model(Path(folder), "grovemoe")
             with (
