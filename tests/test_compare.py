@@ -198,7 +198,8 @@ def test_drafts_for_which_no_context_is_made_are_refused(pair: Pair, length: int
     """More logits than a context was made for end llama.cpp's process."""
     assert MAX_DRAFT + 1 == N_OUTPUTS
     for option in ("--lengths", "--grid-lengths"):
-        done = CliRunner().invoke(app, ["bench", "compare", "--pair", str(pair.folder), "--stock", sys.executable, option, f"2,{length}"])
+        arguments = ["bench", "compare", "--pair", str(pair.folder), "--stock", sys.executable, option, f"2,{length}"]
+        done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 1
         assert f"{option} takes lengths of drafts from 1 to {MAX_DRAFT}, not {length}" in done.stderr
 

@@ -227,9 +227,7 @@ def suites(
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("suites"),
     cache_share: Annotated[float, typer.Option("--cache-share", help="Share of expert bytes in VRAM, 0 to 1.")] = 0.17,
-    draft_max: Annotated[
-        int, typer.Option("--draft-max", help="Tokens to draft a step.", min=1, max=MAX_DRAFT)
-    ] = 8,
+    draft_max: Annotated[int, typer.Option("--draft-max", help="Tokens to draft a step.", min=1, max=MAX_DRAFT)] = 8,
     prompts: Annotated[int, typer.Option("--prompts", help="Prompts of each suite.", min=1)] = 8,
     tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens to generate.", min=2)] = 256,
     threads: Annotated[int | None, typer.Option("--threads", "-t", help="CPU threads (default: all cores).")] = None,
