@@ -144,7 +144,7 @@ class Decoder:
             )
         if draft_max < 0:
             raise ValueError(f"draft_max is a number of tokens, not {draft_max}")
-        limit = min(draft_max, context.n_batch - 1, context.n_outputs - 1, context.n_snapshots or draft_max)
+        limit = min(draft_max, context.max_guesses, context.n_snapshots or draft_max)
         self.length = DraftLength(limit if drafts else 0, fixed=draft_fixed)
         self.context_shift = context_shift
         self.n_keep = n_keep

@@ -134,7 +134,7 @@ def open_decoder(
     notices += warnings(context.experts, device, options.execution)
     residency = stack.enter_context(open_residency(context, options, notices, progress))
     if device.kind != "cpu":
-        n_draft = min(options.draft_max, context.n_batch - 1) if kind != "none" else 0
+        n_draft = min(options.draft_max, context.max_guesses) if kind != "none" else 0
         with progress("making graphs") as report, residency.undisturbed():
             context.warm_up(widths_to_come(n_draft, options.draft_fixed), WARM_UP_SECONDS, report)
     decoder = Decoder(

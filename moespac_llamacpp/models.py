@@ -329,13 +329,13 @@ class Context:
             getattr(fields, name)  # ctypes would take a misspelled field without a word
             setattr(fields, name, value)
         self.n_threads = threads
-        self.n_outputs = fields.n_outputs_max or n_batch
         _log.clear()
         self.pointer: Any = llama_cpp.llama_init_from_model(model.pointer, fields)
         if not self.pointer:
             raise LoadError(f"{model.path}: no context of {n_ctx or model.n_ctx_train} tokens: {_reason()}")
         self.n_ctx = int(llama_cpp.llama_n_ctx(self.pointer))
         self.n_batch = int(llama_cpp.llama_n_batch(self.pointer))
+        self.n_outputs = int(fields.n_outputs_max) or self.n_batch  # as llama.cpp reads 0
         self._batch: Any = llama_cpp.llama_batch_init(self.n_batch, 0, 1)
         self._memory: Any = llama_cpp.llama_get_memory(self.pointer)
         self.experts: native.Experts | None = None
@@ -437,6 +437,11 @@ class Context:
         self.clear()
         if self.experts:
             self.experts.reset_perf()
+
+    @property
+    def max_guesses(self) -> int:
+        """So many drafted tokens fit in a batch behind the last token, with logits of all."""
+        return min(self.n_batch, self.n_outputs) - 1
 
     @property
     def can_roll_back(self) -> bool:

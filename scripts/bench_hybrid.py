@@ -122,7 +122,7 @@ class WatchedContext(models.Context):
         self.pointer: Any = llama_cpp.llama_init_from_model(model.pointer, params)
         if not self.pointer:
             raise models.LoadError(f"{model.path}: no context: {models._reason()}")
-        self.n_ctx, self.n_batch = 256, 64
+        self.n_ctx, self.n_batch, self.n_outputs = 256, 64, 64
         self._batch: Any = llama_cpp.llama_batch_init(self.n_batch, 0, 1)
         self._memory: Any = llama_cpp.llama_get_memory(self.pointer)
         self.experts: native.Experts | None = None

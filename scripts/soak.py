@@ -238,7 +238,9 @@ class Soak:
         self.report: dict[str, Any] = {"checks": []}
 
     def context(self, stack: ExitStack, model: models.Model) -> models.Context:
-        made = models.Context(model, n_ctx=N_CTX, n_batch=128, n_ubatch=128, n_threads=self.args.threads, attach=False)
+        made = models.Context(
+            model, n_ctx=N_CTX, n_batch=128, n_ubatch=128, n_outputs=128, n_threads=self.args.threads, attach=False
+        )
         return stack.enter_context(made)
 
     def tokens(self, n: int) -> list[int]:

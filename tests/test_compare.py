@@ -20,10 +20,11 @@ from moespac_llamacpp.bench import ledger, plots, targets
 from moespac_llamacpp.bench.floor import floor_seconds
 from moespac_llamacpp.bench.process import Process, WorkerError
 from moespac_llamacpp.bench.rig import Rig, stock_command
-from moespac_llamacpp.bench.settings import OURS, STOCK, Choices, Setting, candidates, near
+from moespac_llamacpp.bench.settings import MAX_DRAFT, OURS, STOCK, Choices, Setting, candidates, near
 from moespac_llamacpp.bench.steps import step_parts
 from moespac_llamacpp.bench.texts import PlantedTexts
 from moespac_llamacpp.cli import app
+from moespac_llamacpp.models import N_OUTPUTS
 from moespac_llamacpp.synth import Order, Pair, write_pair
 
 STOCK_PYTHON = Path(__file__).resolve().parent.parent / "build" / "stock" / "venv" / "bin" / "python"
@@ -190,6 +191,17 @@ def test_both_sides_draft_at_least_two_tokens_where_the_row_says_so() -> None:
     assert any(not s.fixed for s in ours) and any(s.draft is None for s in ours)
     two = candidates(STOCK, 8, 0.25, replace(choices, drafts=("a", "b")), plain=False, drafting=True, draft_extra=True)
     assert {(s.draft, s.n_draft) for s in two} == {(d, n) for d in ("a", "b") for n in (2, 4)}
+
+
+@pytest.mark.parametrize("length", [0, MAX_DRAFT + 1])
+def test_drafts_for_which_no_context_is_made_are_refused(pair: Pair, length: int) -> None:
+    """More logits than a context was made for end llama.cpp's process."""
+    assert MAX_DRAFT + 1 == N_OUTPUTS
+    for option in ("--lengths", "--grid-lengths"):
+        arguments = ["bench", "compare", "--pair", str(pair.folder), "--stock", sys.executable, option, f"2,{length}"]
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 1
+        assert f"{option} takes lengths of drafts from 1 to {MAX_DRAFT}, not {length}" in done.stderr
 
 
 def test_fewer_threads_are_tried_too() -> None:

@@ -104,8 +104,9 @@ def test_prompts_are_what_upstream_computes(root: Path, case: tuple[str, str, st
                 assert link > 0 and (local > 0) == (share > 0)
 
 
+@pytest.mark.parametrize("pieces", [1, 4])  # of a weight
 @pytest.mark.parametrize("n_ubatch", PROMPTS)
-def test_prompts_that_nobody_watches_are_the_same(root: Path, n_ubatch: int) -> None:
+def test_prompts_that_nobody_watches_are_the_same(root: Path, n_ubatch: int, pieces: int) -> None:
     """Without an eval callback the host runs ahead of the device as far as it may."""
     path = cached_model(root, "qwen3moe", expert_type="Q4_K", down_type="Q6_K")
     with (
@@ -113,7 +114,7 @@ def test_prompts_that_nobody_watches_are_the_same(root: Path, n_ubatch: int) -> 
         make_context(model, n_ubatch=n_ubatch, n_threads=1) as plain,
         make_context(model, n_ubatch=n_ubatch, n_threads=1) as ctx,
     ):
-        experts = native.Experts(ctx.ptr, test_device(), execution="in-stream")
+        experts = native.Experts(ctx.ptr, test_device(), execution="in-stream", prompt_share=pieces)
         p = Pair(plain, ctx, experts, FAMILIES["qwen3moe"])
         for share in SHARES:
             p.fill(share)

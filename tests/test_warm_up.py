@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from moespac_llamacpp.engine import widths_to_come
 from moespac_llamacpp.models import Context
@@ -41,3 +42,12 @@ def test_the_widths_that_come_first_come_first() -> None:
     assert widths_to_come(8, True) == [1, 9]
     assert widths_to_come(8, False)[:2] == [1, 3]
     assert sorted(widths_to_come(8, False)) == list(range(1, 10))
+
+
+def test_as_many_guesses_as_a_batch_has_logits_for_can_be_warmed_up(pair: Pair) -> None:
+    for options, most in (({}, 31), ({"n_batch": 8}, 7), ({"params": {"n_outputs_max": 0, "n_batch": 40}}, 39)):
+        with Context(pair.target, n_ctx=256, n_threads=1, attach=False, **options) as context:
+            assert context.max_guesses == most
+            context.warm_up(widths_to_come(context.max_guesses, True), 60.0)
+            with pytest.raises(ValueError, match=f"{most + 2} tokens at once|not {most + 2}"):
+                context.decode([5] * (most + 2), all_logits=True)

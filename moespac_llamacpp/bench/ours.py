@@ -158,7 +158,8 @@ class Worker:
         residency = self._cold(policy, expert_bytes, max_moves, sync_moves)
         if self.device.kind != "cpu":  # as for users
             with residency.undisturbed():
-                self.target.warm_up(widths_to_come(n_draft if draft else 0, fixed), WARM_UP_SECONDS)
+                n_guesses = min(n_draft, self.target.max_guesses) if draft else 0
+                self.target.warm_up(widths_to_come(n_guesses, fixed), WARM_UP_SECONDS)
         decoder = Decoder(
             self.target, residency, drafter=self._drafter(draft), draft_max=n_draft if draft else 0, draft_fixed=fixed
         )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 STOCK, OURS = "stock", "ours"
+MAX_DRAFT = 31  # both sides' contexts are made for the logits of 32 tokens
 MEMORIES = ("pinned", "mmap", "repacked")
 
 #: A planted model's routers are foreseen nearly always; those of real models, by the layer before, in 79 to 89 % of the choices

@@ -158,6 +158,8 @@ class Loaded:
             raise RuntimeError(f"the context of {self.n_ctx} tokens is full")
         for i in range(0, len(tokens), self.n_batch):
             part = tokens[i : i + self.n_batch]
+            if all_logits and len(part) > N_OUTPUTS:  # llama.cpp would end the process
+                raise RuntimeError(f"logits of {len(part)} tokens at once: the context was made for {N_OUTPUTS}")
             n, batch = len(part), self.batch
             batch.n_tokens = n
             for j, token in enumerate(part):

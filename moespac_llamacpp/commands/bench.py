@@ -14,7 +14,7 @@ from moespac_llamacpp.bench.compare import Comparison, Effort, OutOfTimeError
 from moespac_llamacpp.bench.grid import SYNC, Field, Grid
 from moespac_llamacpp.bench.process import WorkerError
 from moespac_llamacpp.bench.rig import Rig, stock_command
-from moespac_llamacpp.bench.settings import MEMORIES, PLANTED_WRONG_GUESSES, Choices
+from moespac_llamacpp.bench.settings import MAX_DRAFT, MEMORIES, PLANTED_WRONG_GUESSES, Choices
 from moespac_llamacpp.bench.suites import SUITES, SuiteError, messages
 from moespac_llamacpp.bench.targets import QUICK, Row, choose
 from moespac_llamacpp.bench.texts import PlantedTexts
@@ -34,6 +34,15 @@ def _numbers(option: str, text: str, number: type[N]) -> list[N]:
         return [number(word) for word in _words(text)]
     except ValueError as error:
         raise ValueError(f"{option} takes numbers with commas, not {text!r}") from error
+
+
+def _lengths(option: str, text: str) -> tuple[int, ...]:
+    """ValueError: not lengths of drafts with commas."""
+    lengths = tuple(_numbers(option, text, int))
+    for n in lengths:
+        if not 0 < n <= MAX_DRAFT:
+            raise ValueError(f"{option} takes lengths of drafts from 1 to {MAX_DRAFT}, not {n}")
+    return lengths
 
 
 def _known(option: str, text: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -130,7 +139,7 @@ def compare(
         default_lengths, default_memory = ("2,4", "pinned,mmap") if quick else ("2,3,4,6,8", ",".join(MEMORIES))
         choices = Choices(
             drafts,
-            lengths=tuple(_numbers("--lengths", lengths or default_lengths, int)),
+            lengths=_lengths("--lengths", lengths or default_lengths),
             memories=_known("--memory", memory or default_memory, MEMORIES),
             policies=_known("--policies", policies, POLICIES),
             ngram=ngram,
@@ -139,7 +148,7 @@ def compare(
             shares=tuple(n / 100 for n in _numbers("--budgets", budgets, float)),
             threads=tuple(_numbers("--threads", threads, int)),
             drafts=tuple(stems),
-            lengths=tuple(_numbers("--grid-lengths", grid_lengths, int)),
+            lengths=_lengths("--grid-lengths", grid_lengths),
             tokens=min(grid_tokens, tokens or grid_tokens),
             policies=_grid_policies(grid_policies),
             policy_share=policy_budget / 100,
@@ -218,7 +227,7 @@ def suites(
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the results.")] = Path("suites"),
     cache_share: Annotated[float, typer.Option("--cache-share", help="Share of expert bytes in VRAM, 0 to 1.")] = 0.17,
-    draft_max: Annotated[int, typer.Option("--draft-max", help="Tokens to draft a step.", min=1)] = 8,
+    draft_max: Annotated[int, typer.Option("--draft-max", help="Tokens to draft a step.", min=1, max=MAX_DRAFT)] = 8,
     prompts: Annotated[int, typer.Option("--prompts", help="Prompts of each suite.", min=1)] = 8,
     tokens: Annotated[int, typer.Option("--tokens", "-n", help="Tokens to generate.", min=2)] = 256,
     threads: Annotated[int | None, typer.Option("--threads", "-t", help="CPU threads (default: all cores).")] = None,
