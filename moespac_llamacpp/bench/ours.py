@@ -98,13 +98,13 @@ class Worker:
     def _slots(self, expert_bytes: int) -> None:
         """Sets slots that take so many bytes together with the buffers of their lane, unless all experts fit.
 
-        Where the lane alone would take a quarter of the bytes, as in tiny models, it comes on top: the ledger shows it."""
+        Where the lane alone would take half of the bytes, as in tiny models, it comes on top: the ledger shows it."""
         experts, sizes = self.experts, block_sizes(self.experts)
         experts.set_slots([0] * experts.n_rows)
         slots = slots_for_bytes(sizes, expert_bytes)
         experts.set_slots(slots)
         lane = experts.device_bytes() - sum(n * b.expert_bytes for n, b in zip(slots, sizes, strict=True))
-        if 0 < lane < expert_bytes // 4 and slots != [b.n_expert for b in sizes]:
+        if 0 < lane < expert_bytes // 2 and slots != [b.n_expert for b in sizes]:
             slots = slots_for_bytes(sizes, expert_bytes - lane)
             experts.set_slots(slots)
 
