@@ -259,6 +259,7 @@ def _context(options: Options, target: Model, plan: Plan, device: native.Device,
         device=device,
         execution=options.execution,
         perf=True,
+        prompt_share=plan.prompt_share,
         params=fields,
     )
 

@@ -305,6 +305,7 @@ class Context:
         attach: bool = True,
         execution: str = "auto",
         perf: bool = False,
+        prompt_share: int = 0,
         keep_graphs: int = 0,
         params: Mapping[str, Any] | None = None,
     ) -> None:
@@ -345,7 +346,9 @@ class Context:
             native.keep_graphs(self.pointer, keep_graphs)
         if attach:
             try:
-                self.experts = native.Experts(self.pointer, device, execution=execution, perf=perf)
+                self.experts = native.Experts(
+                    self.pointer, device, execution=execution, perf=perf, prompt_share=prompt_share
+                )
             except native.MoeError as error:
                 self.close()
                 dense = "a dense model: it has no experts to place; as a draft give it with -md"

@@ -23,6 +23,7 @@ COLD, UPLOADING, RESIDENT = 0, 1, 2  # enum llama_moe_expert_state
 
 #: Experts of a row that may cross the link during a decode, at most (GGML_MOE_STREAM_MAX_STREAMED).
 MAX_STREAMED = 8
+MAX_PROMPT_SHARE = 16
 
 #: Experts of a row that the look-ahead may bring (GGML_MOE_STREAM_MAX_AHEAD).
 MAX_AHEAD = 8

@@ -97,6 +97,7 @@ class Plan:
     blocks: list[Block]
     slots: list[int]
     notes: list[str]
+    prompt_share: int = 0  # see native.Experts
 
     @property
     def slot_bytes(self) -> int:

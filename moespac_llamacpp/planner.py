@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -13,11 +14,14 @@ from moespac_llamacpp.draft import check_vocabulary
 from moespac_llamacpp.estimate import pace_of
 from moespac_llamacpp.footprint import Meter
 from moespac_llamacpp.machine import host_memory
-from moespac_llamacpp.plan import RESERVE, Footprint, Place, Plan, Wishes, make
+from moespac_llamacpp.plan import RESERVE, Footprint, Place, Plan, PlanError, Wishes, make
 from moespac_llamacpp.profile import Profile
 
 #: A context that nobody asked for is halved, down to this, until it and all else but slots take no more than this of the device.
 LEAST_CONTEXT, MOST_WITHOUT_EXPERTS = 4096, 1 / 3
+#: What prompts gather on the device takes at most about this part of what slots take: where there are few, each counts, and
+#: prompts have to do with less memory, at some cost of their time (docs/performance.md).
+PROMPTS = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,20 @@ def _plan(
     found, blocks = target.target(n_ctx, pair.draft_max)
     in_stream = runs_in_stream(target.device, pair.execution)
     pace = pace_of(blocks, profile, in_stream=in_stream) if profile and place.gpu else None
-    plan = make(place, found, blocks, _draft_context(draft, n_ctx), wishes, pace)
+    other = _draft_context(draft, n_ctx)
+    share = 0
+    try:
+        plan = make(place, found, blocks, other, wishes, pace)
+        if plan.target.prompts > PROMPTS * plan.slot_bytes:
+            share = _prompt_share(plan)
+    except PlanError:
+        if not found.prompts:
+            raise
+        share = native.MAX_PROMPT_SHARE
+    if share:
+        target.options["prompt_share"] = share
+        found, blocks = target.target(n_ctx, pair.draft_max)
+        plan = replace(make(place, found, blocks, other, wishes, pace), prompt_share=share)
     if pair.n_ctx and found.n_ctx != pair.n_ctx:
         note = f"the context has {found.n_ctx} tokens, not the {pair.n_ctx} that were asked for: llama.cpp rounds it up"
         plan = replace(plan, notes=[*plan.notes, note])
@@ -107,6 +124,13 @@ def _plan(
         note = f"the context is {n_ctx} of the {trained} tokens that it was trained for, to leave room for experts (-c chooses)"
         plan = replace(plan, notes=[*plan.notes, note])
     return plan
+
+
+def _prompt_share(plan: Plan) -> int:
+    """What leaves about as much for prompts as PROMPTS says, out of what they and the slots have together."""
+    layer = max(block.n_expert * block.expert_bytes for block in plan.blocks if block.hybrid)
+    wanted = PROMPTS / (1 + PROMPTS) * (plan.slot_bytes + plan.target.prompts)
+    return min(native.MAX_PROMPT_SHARE, max(1, math.ceil(layer / wanted)))
 
 
 def _context(target: Meter, draft: Meter | None, place: Place, wishes: Wishes) -> int:
