@@ -19,8 +19,8 @@ from moespac_llamacpp.profile import Profile
 
 #: A context that nobody asked for is halved, down to this, until it and all else but slots take no more than this of the device.
 LEAST_CONTEXT, MOST_WITHOUT_EXPERTS = 4096, 1 / 3
-#: What prompts gather on the device takes at most about this part of what slots take: where there are few, each counts, and
-#: prompts have to do with less memory, at some cost of their time (docs/performance.md).
+#: Where slots get what is left, what prompts gather on the device takes at most about this part of what slots take: where there
+#: are few, each counts, and prompts have to do with less memory, at some cost of their time (docs/performance.md).
 PROMPTS = 1 / 8
 
 
@@ -107,7 +107,8 @@ def _plan(
     share = 0
     try:
         plan = make(place, found, blocks, other, wishes, pace)
-        if plan.target.prompts > PROMPTS * plan.slot_bytes:
+        slots_get_the_rest = wishes.share is None and wishes.expert_bytes is None
+        if slots_get_the_rest and plan.target.prompts > PROMPTS * plan.slot_bytes:
             share = _prompt_share(plan)
     except PlanError:
         if not found.prompts:

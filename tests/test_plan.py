@@ -171,6 +171,12 @@ def test_the_slots_are_those_of_the_plan_and_take_what_it_says(execution: str, v
         assert decoder.report.n_generated == 20
 
 
+@pytest.mark.parametrize("wishes", [Wishes(share=0.1), Wishes(expert_bytes=MIB)], ids=["share", "bytes"])
+def test_prompts_keep_their_memory_where_no_slot_would_gain_by_it(wishes: Wishes) -> None:
+    plan = plan_pair(Pair(TARGET, execution="in-stream"), native.cpu_device(), wishes)
+    assert plan.target.prompts > PROMPTS * plan.slot_bytes and plan.prompt_share == 0
+
+
 def buffers(lines: list[str], name: str) -> int:
     """Bytes of all buffers of this name that llama.cpp's log tells of; compute buffers are reserved anew, the last counts."""
     sizes = {"model": 0.0, "KV": 0.0, "compute": 0.0}
