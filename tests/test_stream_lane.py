@@ -237,11 +237,40 @@ def test_the_look_ahead_goes_on_in_two_passes(crowded: Callable[..., Attached]) 
     assert close(late, step(a, 4, 5))
 
 
-def test_where_nothing_is_streamed_one_pass_is_enough(crowded: Callable[..., Attached]) -> None:
-    a = crowded()
+class Passes:
+    """An eval callback that notes whether a graph has a second pass."""
+
+    two = False
+
+    def __call__(self, tensor: int, ask: bool, user_data: object = None) -> bool:
+        self.two |= GgmlTensor.from_address(tensor).name.startswith(b"moe_bring")
+        return False
+
+    def of(self, a: Attached, n: int) -> bool:
+        self.two = False
+        step(a, n)
+        return self.two
+
+
+def test_wide_batches_begin_with_two_passes_and_take_one_where_there_is_room(
+    streaming: Callable[..., Attached],
+) -> None:
+    passes = Passes()
+    a = streaming(most=0, cb=passes)
+    assert not passes.of(a, 9)
+    a.experts.set_streaming(1)
+    assert passes.of(a, 9) and passes.of(a, 8) and not passes.of(a, 7)
+    assert all(r.two_passes == r.streams for r in a.experts.rows())
+    a.experts.set_slots([r.n_expert - 1 for r in a.experts.rows()])
+    for row in a.experts.rows():
+        for expert in np.flatnonzero(a.experts.states(row.row) == native.COLD)[1:].tolist():
+            a.experts.load(row.row, expert)
+    a.experts.sync()
+    a.experts.publish()
     two = step(a, 9)
-    a.experts.set_streaming(0)
-    assert not any(r.two_passes for r in a.experts.rows())
+    for _ in range(40):
+        step(a, 9)
+    assert not passes.of(a, 9) and passes.of(a, 8), "each width for itself"
     assert close(two, step(a, 9))
 
 

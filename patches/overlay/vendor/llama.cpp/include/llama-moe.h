@@ -84,8 +84,8 @@ extern "C" {
         bool    in_stream;      // the in-stream execution computes it now (batches of up to 32 tokens)
         bool    whole;          // every expert is resident, each in the slot of its number: upstream's path, with the slots as weights
         bool    streams;        // in-stream: experts of the row can cross the link during a decode
-        bool    two_passes;     // and of batches of 4 or more tokens also into slots whose residents the batch uses, between two passes: by
-                                // measured rates, where there is little other room and the experts are large
+        bool    two_passes;     // and for batches of some width also into slots whose residents the batch uses, between two passes: of 8 or
+                                // more tokens to begin with, then by measured rates and from 4 tokens on
         bool    pinned;         // the experts' host memory is page-locked for the device (uploads at full link speed)
         const char * fallback;  // why the row takes upstream's path; "" if it runs hybrid
         const char * portable;  // why a hybrid row is not computed in-stream; "" if it is

@@ -628,6 +628,8 @@ bool moe_stream::init(std::string & error) {
     last_used.assign(n_maps, 0);
     counters_before.assign((size_t) GGML_MOE_STREAM_N_COUNTERS*n_rows, 0);
     us_hot  .assign(MAX_TOKENS + 1, 0.0f);
+    late_on .assign(MAX_TOKENS + 1, false);
+    n_crowded.assign(MAX_TOKENS + 1, 0.0f);
     us_rest .assign(MAX_TOKENS + 1, 0.0f);
     us_ahead.assign(MAX_TOKENS + 1, 0.0f);
     ahead_right.assign(MAX_TOKENS + 1, AHEAD_RIGHT);
@@ -968,8 +970,8 @@ void moe_stream::set_streaming(int max_experts, bool always) {
     max_streamed  = max_experts;
     stream_always = always;
     forget_victims();
-    if (max_streamed == 0 && late_on) {
-        set_late(false);
+    if (max_streamed > 0 && late_since < 0) {
+        set_late(LATE_FIRST, MAX_TOKENS, !always);
     }
 }
 
@@ -1081,8 +1083,8 @@ void moe_stream::adopt() {
     settle();
 }
 
-// Wide batches in two passes, if that lets so many more experts cross the link that the pool is spared twice what a pass costs; in one again,
-// if it is spared less than half of it. Their graphs are built anew then.
+// Batches of a width in two passes, if that lets so many more experts cross the link that the pool is spared twice what a pass costs; in one
+// again, if it is spared less than half of it. The graphs are built anew then, which takes as long as some steps; so what is likely comes first.
 void moe_stream::consider_late() {
     constexpr float   GAIN     = 0.2f;
     constexpr float   US_PASS  = 25.0f; // until it is measured: what a pass takes that computes next to nothing
@@ -1100,19 +1102,23 @@ void moe_stream::consider_late() {
     if (n_rows == 0) {
         return;
     }
-    n_crowded += (n_crowded == 0 ? 1.0f : GAIN)*((float) (crowded/n_rows) - n_crowded);
+    const int n  = n_tokens_last;
+    float & mean = n_crowded[n];
+    mean += (mean == 0 ? 1.0f : GAIN)*((float) (crowded/n_rows) - mean);
     const float us_pass  = us_hot[1] > 0 ? us_hot[1] : US_PASS;
-    const float us_saved = n_crowded*us_pool_byte*(float) (bytes/n_rows);
-    const bool  change   = late_on ? us_saved < 0.5f*us_pass : us_saved > 2.0f*us_pass;
-    if (stream_always ? !late_on && n_crowded > 0 : change && n_decodes >= late_since + INTERVAL) {
-        set_late(!late_on);
+    const float us_saved = mean*us_pool_byte*(float) (bytes/n_rows);
+    const bool  change   = late_on[n] ? us_saved < 0.5f*us_pass : us_saved > 2.0f*us_pass;
+    if (stream_always && !late_on[n] && mean > 0) {
+        set_late(LATE_FROM, MAX_TOKENS, true);
+    } else if (!stream_always && change && n_decodes >= late_since + INTERVAL) {
+        set_late(n, n, !late_on[n]);
     }
 }
 
-void moe_stream::set_late(bool on) {
-    late_on    = on;
+void moe_stream::set_late(int from, int to, bool on) {
+    std::fill(late_on.begin() + from, late_on.begin() + to + 1, on);
+    std::fill(n_crowded.begin() + from, n_crowded.begin() + to + 1, 0.0f);
     late_since = n_decodes;
-    n_crowded  = 0;
     st.lane_changed();
 }
 
@@ -1344,7 +1350,7 @@ ggml_tensor * moe_stream::build(const llm_graph_context & g, moe_layer & l, cons
         args[n_args++] = st.log.view_weights(ctx0, b.row, b.n_used, n_tokens, (int) g.n_tokens);
     }
     const int  n_chunks = l.slots.slots.empty() ? 0 : (n_tokens + chunk_of(l) - 1)/chunk_of(l);
-    const bool late     = late_on && n_tokens >= LATE_FROM && streams(l) && 2*n_chunks + 1 <= GGML_MAX_SRC;
+    const bool late     = late_on[n_tokens] && streams(l) && 2*n_chunks + 1 <= GGML_MAX_SRC;
     ggml_tensor * published = mark(ggml_custom_4d(ctx0, GGML_TYPE_I32, b.n_used, n_tokens, GGML_MOE_STREAM_PLANES, 1, args, n_args, emulate_publish, 1,
             &(late ? c.late_publish_nodes : c.publish_nodes)[b.row]), st.epoch, g, st.backend_of(dev), "moe_publish", b.row);
     ggml_build_forward_expand(g.gf, published);

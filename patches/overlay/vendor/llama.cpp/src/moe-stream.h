@@ -9,6 +9,7 @@
 
 #include "ggml-moe-stream.h"
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -29,6 +30,7 @@ class moe_stream {
 public:
     static constexpr int MAX_TOKENS = 32;
     static constexpr int LATE_FROM  = 4; // tokens: narrower batches leave room
+    static constexpr int LATE_FIRST = 8; // so wide ones hardly do
 
     moe_stream(llama_moe_state & st, ggml_backend_dev_t dev);
     ~moe_stream();
@@ -54,7 +56,7 @@ public:
     void set_values(const float * values);             // [n_rows][n_expert]: residents of low value make room. From any thread
     void changes(const moe_layer & l, std::vector<bool> & came, std::vector<bool> & left) const; // of a row, by the decode; before adopt
     void adopt();                                      // after a decode: what was streamed is resident
-    bool in_two_passes() const { return late_on; }
+    bool in_two_passes() const { return std::find(late_on.begin(), late_on.end(), true) != late_on.end(); } // batches of some width
     void settle();                                     // the same, also in the middle of one: before layers that look at the host's map
     bool streams(const moe_layer & l) const;
 
@@ -77,7 +79,7 @@ private:
     void drop_stale_victims();
     void forget_victims();
     void consider_late();
-    void set_late(bool on);
+    void set_late(int from, int to, bool on);
     double streaming_us(int row) const;
     void give_router(ggml_moe_stream_node & node, const moe_block & b) const;
     float ahead_now(int n_tokens) const;
@@ -126,9 +128,9 @@ private:
     std::vector<float>     ahead_right;      // [tokens] share of its guesses that were right
     std::vector<int64_t>   ahead_tried;      // [tokens] n_decodes when it last made any
 
-    bool    late_on    = false;              // batches of LATE_FROM tokens or more are computed in two passes
-    int64_t late_since = 0;                  // n_decodes when that changed
-    float   n_crowded  = 0;                  // GGML_MOE_STREAM_CROWDED of a row and decode
+    std::vector<bool>      late_on;          // [tokens] such batches are computed in two passes
+    int64_t                late_since = -1;  // n_decodes when that changed; negative: it was never considered
+    std::vector<float>     n_crowded;        // [tokens] GGML_MOE_STREAM_CROWDED of a row and decode
 
     void * side = nullptr;                   // ggml_moe_stream_channel::side
     std::shared_ptr<moe_pool>          pool;
