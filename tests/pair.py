@@ -85,10 +85,19 @@ class Shuffle:
         return 0
 
 
-def target_context(pair: Pair, *, attach: bool = True, n_ctx: int = N_CTX, n_batch: int = 512) -> Context:
+def hundred_prompts(target: Model) -> list[list[int]]:
+    """Each of PROMPTS, 1 to 10 tokens of noise, and each of PROMPTS again."""
+    rng = np.random.default_rng(0)
+    sources = [target.tokenize(text) for text in PROMPTS]
+    return [[*sources[i % 10], *rng.integers(10, 4000, 1 + i // 10).tolist(), *sources[i // 10]] for i in range(100)]
+
+
+def target_context(
+    pair: Pair, *, attach: bool = True, n_ctx: int = N_CTX, n_batch: int = 512, execution: str = "auto"
+) -> Context:
     """With upstream's most exact attention: what remains of batch sizes is in the quantized weights' products."""
     options = {"n_ctx": n_ctx, "n_batch": n_batch, "n_outputs": n_batch, "n_threads": 1}
-    return Context(pair.target, attach=attach, params=EXACT, **options)
+    return Context(pair.target, attach=attach, execution=execution, params=EXACT, **options)
 
 
 def draft_context(pair: Pair, n_ctx: int = N_CTX) -> Context:

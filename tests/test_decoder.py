@@ -30,6 +30,7 @@ from pair import (
     Shuffle,
     assert_same_text,
     draft_context,
+    hundred_prompts,
     plain_greedy,
     target_context,
 )
@@ -84,10 +85,7 @@ def texts(pair: Pair, plain: Context) -> list[tuple[list[int], list[int]]]:
 @pytest.fixture(scope="module")
 def hundred(pair: Pair, plain: Context) -> list[tuple[list[int], list[int]]]:
     """The same of 100 prompts, 256 tokens: made once for all long tests."""
-    rng = np.random.default_rng(0)
-    sources = [pair.target.tokenize(text) for text in PROMPTS]
-    prompts = [[*sources[i % 10], *rng.integers(10, 4000, 1 + i // 10).tolist(), *sources[i // 10]] for i in range(100)]
-    return [(prompt, plain_greedy(plain, prompt, 256)) for prompt in prompts]
+    return [(prompt, plain_greedy(plain, prompt, 256)) for prompt in hundred_prompts(pair.target)]
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +122,7 @@ def check_greedy(
     fixed: bool = True,
     n: int = 64,
     policy: str | None = None,
+    execution: str = "auto",
 ) -> int:
     """Generates every text with the drafter, experts moving, and compares; how many are equal. policy None: they move at random.
 
@@ -132,7 +131,7 @@ def check_greedy(
     bounded (docs/same-text.md).
     """
     opened: list[Context] = []
-    with target_context(pair) as context:
+    with target_context(pair, execution=execution) as context:
         moves = Shuffle(context.experts, share) if policy is None else with_policy(policy, context, share)
         drafter = with_drafter(name, pair, opened)
         decoder = Decoder(context, moves, drafter=drafter, draft_max=5, draft_fixed=fixed)
@@ -159,6 +158,18 @@ def check_greedy(
     for other in opened:
         other.close()
     return n_same
+
+
+def upstream_drafted(pair: Pair, plain: Context, cases: list[tuple[list[int], list[int]]], name: str) -> int:
+    """How many texts of 256 tokens are equal with the same drafts and nothing attached."""
+    opened: list[Context] = []
+    with target_context(pair, attach=False) as context:
+        decoder = Decoder(context, drafter=with_drafter(name, pair, opened), draft_max=5, draft_fixed=True)
+        texts = [(prompt, expected, list(decoder.generate(prompt, 256))) for prompt, expected in cases]
+        decoder.close()
+    for other in opened:
+        other.close()
+    return sum(assert_same_text(plain, *text) for text in texts)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25])
@@ -226,14 +237,7 @@ def test_upstream_parts_from_itself_where_its_batches_have_another_width(
     pair: Pair, plain: Context, hundred: list[tuple[list[int], list[int]]], name: str
 ) -> None:
     """The other direction: with nothing attached and the same drafts. What our texts are held to is what upstream keeps."""
-    opened: list[Context] = []
-    with target_context(pair, attach=False) as context:
-        decoder = Decoder(context, drafter=with_drafter(name, pair, opened), draft_max=5, draft_fixed=True)
-        texts = [(prompt, expected, list(decoder.generate(prompt, 256))) for prompt, expected in hundred]
-        decoder.close()
-    for other in opened:
-        other.close()
-    n_same = sum(assert_same_text(plain, *text) for text in texts)
+    n_same = upstream_drafted(pair, plain, hundred, name)
     print(f"{name}, nothing attached: {n_same} of 100 texts equal ", end="")
     assert (n_same == 100) == (name == "none"), "without drafts every batch has one token"
 
