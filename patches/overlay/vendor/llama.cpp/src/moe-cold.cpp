@@ -245,18 +245,21 @@ void moe_cold_lane::quantize_hidden(const moe_block & block, int ith, int n_thre
 
 // Work units are R output rows over all experts: the accumulation of a row stays with one thread, experts in ascending order.
 void moe_cold_lane::down(const moe_block & block, int n_tokens, char * dst, size_t dst_stride, int n_threads, const std::atomic<bool> & given_up) {
-    constexpr int R_GOAL  = 64; // far fewer rows at a time halve the speed: they break up the streams from DRAM
-    constexpr int R_MAX   = 128;
-    constexpr int N_AHEAD = 5;
-    // the same number of units for every thread
-    const int n_rounds = std::max(1, block.n_embd/(R_GOAL*n_threads));
-    const int R        = std::min(R_MAX, (int) GGML_PAD((block.n_embd + n_rounds*n_threads - 1)/(n_rounds*n_threads), 8));
-    const int n_units  = (block.n_embd + R - 1)/R;
-
     const ggml_tensor * w = block.host[MOE_DOWN];
     const ggml_type_traits_cpu * tr = traits(w->type);
     const moe_kernel kernel = block.down_kernel;
     const size_t row = w->nb[1];
+
+    constexpr size_t GOAL = 48 << 10; // bytes of an expert at a time: far fewer halve the speed, they break up the streams from DRAM
+    constexpr int R_MIN   = 32;
+    constexpr int R_MANY  = 64;
+    constexpr int R_MAX   = 128;
+    constexpr int N_AHEAD = 5;
+    // the same number of units for every thread
+    const int r_goal   = std::min(R_MANY, std::max(R_MIN, (int) (GOAL/row)));
+    const int n_rounds = std::max(1, block.n_embd/(r_goal*n_threads));
+    const int R        = std::min(R_MAX, (block.n_embd + n_rounds*n_threads - 1)/(n_rounds*n_threads));
+    const int n_units  = (block.n_embd + R - 1)/R;
 
     static thread_local std::vector<float> acc; // [n_tokens][R]
     acc.resize((size_t) n_tokens*R);

@@ -82,10 +82,9 @@ static_assert(sizeof(block_q8_K)   == 292, "q8_K layout");
 // helpers for both instruction sets
 //
 
-// How far ahead of a block, in bytes, weights are prefetched; 0: not at all. It may run past the last row: a prefetch does not
-// fault. On a Zen 4 (test_moe_kernels --bench --prefetch) Q4_K to Q6_K gain 2 to 20 % with two and four columns, no more at
-// twice the distance and less at a quarter. Blocks of 32 and floats gain nothing: to the hardware they are one plain stream.
-template <class Block> constexpr int PREFETCH = 0;
+// How far ahead of a block, in bytes, weights are prefetched: to L2, or to L1 where it is less. It may run past the last row: a prefetch
+// does not fault. docs/kernels.md has what it is worth: on a Xeon up to a half, since its own prefetcher ends with each page.
+template <class Block> constexpr int PREFETCH = 4608;
 template <> constexpr int PREFETCH<block_q2_K>   = 2304;
 template <> constexpr int PREFETCH<block_q3_K>   = 2304;
 template <> constexpr int PREFETCH<block_q4_K>   = 2304;
@@ -95,18 +94,15 @@ template <> constexpr int PREFETCH<block_iq4_xs> = 2304;
 
 std::atomic<int> g_prefetch_multiple{1};
 
-template <class Block, int NC> int prefetch_distance() {
-    if (std::is_same<Block, block_q6_K>::value && NC == 1) {
-        return 0; // from DRAM 21.8 GB/s without, 20.0 with it; two columns: 13.7 and 16.5
-    }
+template <class Block> int prefetch_distance() {
     return PREFETCH<Block>*g_prefetch_multiple.load(std::memory_order_relaxed);
 }
 
-template <class Block> MOE_INLINE void prefetch_ahead(const Block * b, int distance) {
+template <int N = 1, class Block> MOE_INLINE void prefetch_ahead(const Block * blocks, int distance) {
     if (distance > 0) {
         MOE_UNROLL
-        for (int line = 0; line < (int) sizeof(Block); line += 64) {
-            _mm_prefetch((const char *) b + distance + line, _MM_HINT_T0);
+        for (int line = 0; line < N*(int) sizeof(Block); line += 64) {
+            _mm_prefetch((const char *) blocks + distance + line, PREFETCH<Block> < 4096 ? _MM_HINT_T0 : _MM_HINT_T1);
         }
     }
 }
@@ -355,7 +351,7 @@ template <class Block> struct k32_avx2 {
     using row    = Block;
     using column = block_q8_K;
     template <int NC> MOE_AVX2 static void dot(int n, const row * x, const column * const * y, float * out) {
-        const int ahead = prefetch_distance<row, NC>();
+        const int ahead = prefetch_distance<row>();
         __m256 acc[NC];
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { acc[c] = _mm256_setzero_ps(); }
@@ -401,7 +397,7 @@ template <class Block> struct k16_avx2 {
     using column = block_q8_K;
     template <int NC> MOE_AVX2 static void dot(int n, const row * x, const column * const * y, float * out) {
         constexpr bool has_mins = ZERO_SHIFT<row> == 0;
-        const int ahead = prefetch_distance<row, NC>();
+        const int ahead = prefetch_distance<row>();
         __m256 acc[NC];
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { acc[c] = _mm256_setzero_ps(); }
@@ -450,7 +446,7 @@ struct iq4_xs_avx2 {
     using row    = block_iq4_xs;
     using column = block_q8_K;
     template <int NC> MOE_AVX2 static void dot(int n, const row * x, const column * const * y, float * out) {
-        const int ahead = prefetch_distance<row, NC>();
+        const int ahead = prefetch_distance<row>();
         const __m256i values = _mm256_broadcastsi128_si256(iq4_values());
         __m256 acc[NC];
         MOE_UNROLL
@@ -515,9 +511,15 @@ template <class Block> struct b32_avx2 {
         __m256 acc[NC];
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { acc[c] = _mm256_setzero_ps(); }
+        const int ahead = prefetch_distance<row>();
         int i = 0;
-        for (; i + TILE <= n/32; i += TILE) { add_blocks<NC, TILE>(x, y, i, acc); }
-        for (; i < n/32; i++)               { add_blocks<NC, 1>(x, y, i, acc); }
+        for (; i + TILE <= n/32; i += TILE) {
+            prefetch_ahead<TILE>(x + i, ahead);
+            add_blocks<NC, TILE>(x, y, i, acc);
+        }
+        for (; i < n/32; i++) {
+            add_blocks<NC, 1>(x, y, i, acc);
+        }
         store_sums<NC>(acc, out);
     }
 };
@@ -533,7 +535,11 @@ template <class Block> struct b32_min_avx2 {
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { acc[c] = _mm256_setzero_ps(); mins[c] = _mm_setzero_ps(); }
 
+        const int ahead = prefetch_distance<row>();
         for (int i = 0; i < n/32; i++) {
+            if (i % TILE == 0) {
+                prefetch_ahead<TILE>(x + i, ahead);
+            }
             const __m256i q  = unpack(x[i]);
             const __m128  dm = load_scales(x[i]);
             MOE_UNROLL
@@ -587,8 +593,12 @@ template <class Float> struct float_avx2 {
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { acc[c][0] = acc[c][1] = _mm256_setzero_ps(); }
 
+        const int ahead = prefetch_distance<row>();
         int i = 0;
         for (; i + STEP <= n; i += STEP) {
+            if (i % 32 == 0) {
+                prefetch_ahead<32>(x + i, ahead);
+            }
             widen(x + i, weights);
             MOE_UNROLL
             for (int c = 0; c < NC; c++) { add_products(weights, y[c] + i, acc[c]); }
@@ -683,7 +693,7 @@ template <class Block> struct k32_avx512 {
     using row    = Block;
     using column = block_q8_K;
     template <int NC> MOE_AVX512 static void dot(int n, const row * x, const column * const * y, float * out) {
-        const int ahead = prefetch_distance<row, NC>();
+        const int ahead = prefetch_distance<row>();
         __m512 acc[NC];
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { acc[c] = _mm512_setzero_ps(); }
@@ -727,7 +737,7 @@ template <class Block> struct k16_avx512 {
     using column = block_q8_K;
     template <int NC> MOE_AVX512 static void dot(int n, const row * x, const column * const * y, float * out) {
         constexpr bool has_mins = ZERO_SHIFT<row> == 0;
-        const int ahead = prefetch_distance<row, NC>();
+        const int ahead = prefetch_distance<row>();
         const __m512i groups = _mm512_inserti64x4(
             _mm512_castsi256_si512(_mm256_set_m128i(_mm_set1_epi16(1), _mm_setzero_si128())),
             _mm256_set_m128i(_mm_set1_epi16(3), _mm_set1_epi16(2)), 1);
@@ -782,7 +792,7 @@ struct iq4_xs_avx512 {
     using row    = block_iq4_xs;
     using column = block_q8_K;
     template <int NC> MOE_AVX512 static void dot(int n, const row * x, const column * const * y, float * out) {
-        const int ahead = prefetch_distance<row, NC>();
+        const int ahead = prefetch_distance<row>();
         const __m512i flip = _mm512_set1_epi8((char) 0x80);
         __m512 acc[NC];
         MOE_UNROLL
@@ -847,9 +857,15 @@ template <class Block> struct b32_avx512 {
         __m256 acc[NC];
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { acc[c] = _mm256_setzero_ps(); }
+        const int ahead = prefetch_distance<row>();
         int i = 0;
-        for (; i + TILE <= n/32; i += TILE) { add_blocks<NC, TILE>(x, y, i, acc); }
-        for (; i < n/32; i++)               { add_blocks<NC, 1>(x, y, i, acc); }
+        for (; i + TILE <= n/32; i += TILE) {
+            prefetch_ahead<TILE>(x + i, ahead);
+            add_blocks<NC, TILE>(x, y, i, acc);
+        }
+        for (; i < n/32; i++) {
+            add_blocks<NC, 1>(x, y, i, acc);
+        }
         store_sums<NC>(acc, out);
     }
 };
@@ -863,7 +879,11 @@ template <class Block> struct b32_min_avx512 {
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { acc[c] = _mm256_setzero_ps(); mins[c] = _mm_setzero_ps(); }
 
+        const int ahead = prefetch_distance<row>();
         for (int i = 0; i < n/32; i++) {
+            if (i % TILE == 0) {
+                prefetch_ahead<TILE>(x + i, ahead);
+            }
             const __m256i q  = unpack(x[i]);
             const __m128  dm = load_scales(x[i]);
             MOE_UNROLL
@@ -907,8 +927,10 @@ template <class Float> struct float_avx512 {
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { acc[c][0] = acc[c][1] = _mm512_setzero_ps(); }
 
+        const int ahead = prefetch_distance<row>();
         int i = 0;
         for (; i + STEP <= n; i += STEP) {
+            prefetch_ahead<STEP>(x + i, ahead);
             widen(x + i, weights);
             MOE_UNROLL
             for (int c = 0; c < NC; c++) { add_products(weights, y[c] + i, acc[c]); }
@@ -927,22 +949,20 @@ template <class Float> struct float_avx512 {
 #ifdef MOE_HAS_BF16
 
 // vdpbf16ps multiplies and adds pairs; it takes denormals for zero, as ggml's own product does where it has the instruction.
-// With several columns it prefetches, to L2: 16 GB/s from DRAM with four of them on a Zen 4, 12 without and 12 to L1.
+// It prefetches to L2: 16 GB/s from DRAM with four columns on a Zen 4, 12 without and 12 to L1.
 struct bfloat16_avx512 {
     using row    = bfloat16;
     using column = bfloat16;
-    static constexpr int STEP = 32, DISTANCE = 4608; // weights, bytes
+    static constexpr int STEP = 32;
 
     template <int NC> MOE_BF16 static void dot(int n, const row * x, const column * const * y, float * out) {
-        const int ahead = NC > 1 ? DISTANCE*g_prefetch_multiple.load(std::memory_order_relaxed) : 0;
+        const int ahead = prefetch_distance<row>();
         __m512 acc[NC];
         MOE_UNROLL
         for (int c = 0; c < NC; c++) { acc[c] = _mm512_setzero_ps(); }
 
         for (int i = 0; i < n; i += STEP) {
-            if (ahead > 0) {
-                _mm_prefetch((const char *) (x + i) + ahead, _MM_HINT_T1);
-            }
+            prefetch_ahead<STEP>(x + i, ahead);
             const __mmask32 mask = n - i < STEP ? (1u << (n - i)) - 1 : ~0u; // what it excludes is not read
             const __m512bh weights = (__m512bh) _mm512_maskz_loadu_epi16(mask, x + i);
             MOE_UNROLL
@@ -974,8 +994,7 @@ void row_dot(int n, const void * x, const void * const * y, int n_cols, float * 
 }
 
 template <class Narrow, class Wide> moe_kernel choose(int level) {
-    const bool prefetches = PREFETCH<typename Narrow::row> > 0;
-    return level >= 2 ? moe_kernel { row_dot<Wide>, "avx512-vnni", prefetches } : moe_kernel { row_dot<Narrow>, "avx2", prefetches };
+    return level >= 2 ? moe_kernel { row_dot<Wide>, "avx512-vnni", true } : moe_kernel { row_dot<Narrow>, "avx2", true };
 }
 
 // fn is null where there is none for the type
