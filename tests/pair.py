@@ -119,7 +119,7 @@ def plain_greedy(context: Context, prompt: Sequence[int], n: int) -> list[int]:
 
 def assert_same_text(plain: Context, prompt: Sequence[int], expected: list[int], tokens: list[int]) -> bool:
     """True if equal. Else every token must be one that upstream itself might have taken after the text before it: no further from
-    the best one than upstream's logits of likely tokens differ between batch sizes, in this very text."""
+    the best one than the distance of two likely tokens differs between upstream's batch sizes, in this very text."""
     if tokens == expected:
         return True
     assert abs(len(tokens) - len(expected)) == 0 or tokens[: len(expected)] != expected[: len(tokens)], "one ends early"
@@ -129,13 +129,19 @@ def assert_same_text(plain: Context, prompt: Sequence[int], expected: list[int],
     missing = single[len(prompt) - 1 :].max(axis=1) - chosen
     at = int(missing.argmax())
     likely = np.argsort(single, axis=1)[:, -10:]
-    by_width, noise = [np.take_along_axis(single, likely, 1)], 0.0
+    by_width, noise = [_distances(single, likely)], 0.0
     for width in (len(text), 9, 4, 2):  # each can only add to the difference: the quickest first
-        by_width.append(np.take_along_axis(_all_logits(plain, text, width), likely, 1))
+        by_width.append(_distances(_all_logits(plain, text, width), likely))
         noise = float(np.ptp(by_width, axis=0).max())
         if missing[at] <= noise:
             return False
     pytest.fail(f"token {at} is {missing[at]:.2g} below the best, upstream's own difference is {noise:.2g}")
+
+
+def _distances(logits: NDArray[np.float32], likely: NDArray[np.intp]) -> NDArray[np.float32]:
+    """Of each two of the likely tokens, [n_tokens, n_likely, n_likely]."""
+    values = np.take_along_axis(logits, likely, 1)
+    return np.asarray(values[:, :, None] - values[:, None, :], np.float32)
 
 
 def _all_logits(context: Context, text: Sequence[int], width: int) -> NDArray[np.float32]:

@@ -242,6 +242,18 @@ def test_upstream_parts_from_itself_where_its_batches_have_another_width(
     assert (n_same == 100) == (name == "none"), "without drafts every batch has one token"
 
 
+def test_a_token_that_is_no_tie_is_found(pair: Pair, plain: Context, texts: list[tuple[list[int], list[int]]]) -> None:
+    """What texts are held to: the second best token of the surest place is none that upstream might have taken."""
+    prompt, expected = texts[4]
+    plain.clear()
+    logits = plain.decode([*prompt, *expected][:-1], all_logits=True)[len(prompt) - 1 :]
+    best = np.sort(logits, axis=1)[:, -2:]
+    at = int((best[:, 1] - best[:, 0]).argmax())
+    wrong = [*expected[:at], int(np.argsort(logits[at])[-2]), *expected[at + 1 :]]
+    with pytest.raises(pytest.fail.Exception, match=rf"token {at} is .* below the best"):
+        assert_same_text(plain, prompt, expected, wrong)
+
+
 def test_a_perfect_draft_takes_few_steps_and_a_wrong_one_all(
     context: Context, sure: tuple[list[int], list[int]]
 ) -> None:
