@@ -878,7 +878,10 @@ def arguments() -> argparse.Namespace:
     )
     p.add_argument("--json", type=Path, help="where to write the numbers; written after each thread count")
     p.add_argument("--commit", default="", help="recorded in place of what git says")
-    return p.parse_args()
+    args = p.parse_args()
+    if wide := [n for n in (*args.widths, *args.mixed) if not 1 <= n <= models.N_OUTPUTS]:
+        p.error(f"a step has 1 to {models.N_OUTPUTS} tokens, with logits of all, not {wide[0]}")
+    return args
 
 
 def main() -> None:

@@ -638,10 +638,9 @@ bool moe_stream::init(std::string & error) {
     us_link_byte  = US_LINK_BYTE;
     us_ahead_byte = US_LINK_BYTE;
     c.us_of_byte.reserve(n_rows);
-    max_streamed  = st.params.stream_experts;
-    stream_always = st.stream_always;
     max_ahead     = st.params.look_ahead;
     ahead_wrong   = st.ahead_wrong;
+    set_streaming(st.params.stream_experts, st.stream_always);
     side = api ? api->side_open(device_index) : nullptr;
 
     ggml_moe_stream_channel & ch = c.channel;
