@@ -452,7 +452,7 @@ class Row:
     `whole`: all experts are resident, and it takes llama.cpp's own path with the slots as weights. `fallback` says why the block
     takes that path with the weights on the host, "" if it runs hybrid; `portable` why a hybrid block is not computed
     in-stream, "" if it is; `streams`: its experts can cross the link during a decode (Experts.set_streaming);
-    `two_passes`: and, for batches of some width, also into slots that the batch uses, when it has used them."""
+    `two_passes`: and, for batches as wide as the last one, also into slots that the batch uses, when it has used them."""
 
     row: int
     il: int

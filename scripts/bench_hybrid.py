@@ -656,14 +656,12 @@ def measure_mixed(bench: Bench, threads: int) -> list[dict[str, Any]]:
     args = bench.args
     candidates = [Contender("upstream", bench.named("upstream 0L").context)]
     for cached in (True, False):
-        context, residency = bench.attached(bench.main_share, cache_graphs=cached)
+        context, residency = bench.attached(bench.main_share, cache_graphs=cached, stream=0)
         candidate = Contender(
             f"hybrid {bench.main_share:g}, graphs {'cached' if cached else 'not cached'}", context, residency
         )
         candidate.fill(max(args.mixed), bench.chain, 8)
         residency.policy = Static()
-        residency.experts.set_streaming(0)
-        residency.experts.set_look_ahead(0)
         candidates.append(candidate)
     set_threads(candidates, threads)
 

@@ -259,12 +259,19 @@ def test_wide_batches_begin_with_two_passes_and_take_one_where_there_is_room(
     a = streaming(most=0, cb=passes)
     assert not passes.of(a, 9)
     a.experts.set_streaming(1)
-    assert passes.of(a, 9) and passes.of(a, 8) and not passes.of(a, 7)
-    assert all(r.two_passes == r.streams for r in a.experts.rows())
-    a.experts.set_slots([r.n_expert - 1 for r in a.experts.rows()])
-    for row in a.experts.rows():
-        for expert in np.flatnonzero(a.experts.states(row.row) == native.COLD)[1:].tolist():
-            a.experts.load(row.row, expert)
+    assert not passes.of(a, 7) and not any(r.two_passes for r in a.experts.rows())
+    assert passes.of(a, 8) and passes.of(a, 9)
+    assert all(r.two_passes == r.streams for r in a.experts.rows()) and any(r.streams for r in a.experts.rows())
+    # slots for all that the batch uses, and for as many that it does not
+    used = a.experts.counts() > 0
+    assert not used.all(axis=1).any()
+    a.experts.set_slots([int(used[r.row].sum()) + 1 for r in a.experts.rows()])
+    for row, here in enumerate(a.experts.states_table() == native.RESIDENT):
+        spare = np.flatnonzero(~used[row])[0]
+        for expert in np.flatnonzero(here & ~used[row] & (np.arange(len(here)) != spare)).tolist():
+            a.experts.evict(row, expert)
+        for expert in np.flatnonzero(~here & (used[row] | (np.arange(len(here)) == spare))).tolist():
+            a.experts.load(row, expert)
     a.experts.sync()
     a.experts.publish()
     two = step(a, 9)
@@ -272,6 +279,29 @@ def test_wide_batches_begin_with_two_passes_and_take_one_where_there_is_room(
         step(a, 9)
     assert not passes.of(a, 9) and passes.of(a, 8), "each width for itself"
     assert close(two, step(a, 9))
+
+
+def test_prompts_say_nothing_of_the_passes_of_other_batches(streaming: Callable[..., Attached]) -> None:
+    passes = Passes()
+    a = streaming(most=0, cb=passes)
+    a.experts.set_streaming(1)
+    assert passes.of(a, 9)
+    for _ in range(40):
+        step(a, 48)  # not in-stream
+    assert passes.of(a, 9)
+
+
+def test_streaming_from_the_start_and_after_another_execution_begins_with_two_passes(
+    attach: Callable[..., Attached],
+) -> None:
+    passes = Passes()
+    a = attach("qwen3moe", cb=passes, experts={"execution": "in-stream", "stream_experts": 1})
+    half_resident(a.experts)
+    assert passes.of(a, 9)
+    a.experts.set_execution("portable")
+    assert not passes.of(a, 9)
+    a.experts.set_execution("in-stream")
+    assert passes.of(a, 9)
 
 
 def left_for_least_value(a: Attached, values: Array, seed: int) -> int:

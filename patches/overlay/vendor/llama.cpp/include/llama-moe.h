@@ -84,8 +84,8 @@ extern "C" {
         bool    in_stream;      // the in-stream execution computes it now (batches of up to 32 tokens)
         bool    whole;          // every expert is resident, each in the slot of its number: upstream's path, with the slots as weights
         bool    streams;        // in-stream: experts of the row can cross the link during a decode
-        bool    two_passes;     // and for batches of some width also into slots whose residents the batch uses, between two passes: of 8 or
-                                // more tokens to begin with, then by measured rates and from 4 tokens on
+        bool    two_passes;     // and for batches of the last one's width also into slots whose residents the batch uses, between two passes:
+                                // of 8 or more tokens to begin with, then by measured rates and from 4 tokens on
         bool    pinned;         // the experts' host memory is page-locked for the device (uploads at full link speed)
         const char * fallback;  // why the row takes upstream's path; "" if it runs hybrid
         const char * portable;  // why a hybrid row is not computed in-stream; "" if it is
@@ -159,7 +159,8 @@ extern "C" {
     // The stream lane of the in-stream execution. While the CPU computes cold experts of a row, up to max_experts others cross the link into
     // slots whose residents the batch does not use, and stay there. How many pays is decided by measured rates (always: it is not
     // asked). Residents of least value make room, of equal values those used longest ago. values[n_rows][n_expert]; may be set while a
-    // decode is in flight, also from another thread; it counts from the next decode on.
+    // decode is in flight, also from another thread; it counts from the next decode on. Graphs of two passes stay as they are while 0 may be
+    // streamed, for whoever turns it on again.
     LLAMA_API int32_t llama_moe_set_streaming(struct llama_context * ctx, int32_t max_experts, bool always);
     LLAMA_API int32_t llama_moe_set_values   (struct llama_context * ctx, const float * values);
     // The look-ahead of the stream lane: what a row will need is guessed from the input of the row before, by the row's own router, and

@@ -251,14 +251,13 @@ void moe_cold_lane::down(const moe_block & block, int n_tokens, char * dst, size
     const size_t row = w->nb[1];
 
     constexpr size_t GOAL = 48 << 10; // bytes of an expert at a time: far fewer halve the speed, they break up the streams from DRAM
-    constexpr int R_MIN   = 32;
+    constexpr int R_FEW   = 32;
     constexpr int R_MANY  = 64;
-    constexpr int R_MAX   = 128;
     constexpr int N_AHEAD = 5;
     // the same number of units for every thread
-    const int r_goal   = std::min(R_MANY, std::max(R_MIN, (int) (GOAL/row)));
+    const int r_goal   = std::min(R_MANY, std::max(R_FEW, (int) (GOAL/row)));
     const int n_rounds = std::max(1, block.n_embd/(r_goal*n_threads));
-    const int R        = std::min(R_MAX, (block.n_embd + n_rounds*n_threads - 1)/(n_rounds*n_threads));
+    const int R        = std::max(N_AHEAD, (block.n_embd + n_rounds*n_threads - 1)/(n_rounds*n_threads));
     const int n_units  = (block.n_embd + R - 1)/R;
 
     static thread_local std::vector<float> acc; // [n_tokens][R]

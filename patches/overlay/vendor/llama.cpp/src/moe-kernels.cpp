@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <cstring>
-#include <type_traits>
 
 // GCC on Windows keeps the stack aligned to 16 bytes only (GCC bug 54412): spilled vectors would fault there.
 #if defined(__x86_64__) && defined(__GNUC__) && !(defined(_WIN32) && !defined(__clang__))

@@ -630,6 +630,7 @@ bool moe_stream::init(std::string & error) {
     us_hot  .assign(MAX_TOKENS + 1, 0.0f);
     late_on .assign(MAX_TOKENS + 1, false);
     n_crowded.assign(MAX_TOKENS + 1, 0.0f);
+    n_considered.assign(MAX_TOKENS + 1, 0);
     us_rest .assign(MAX_TOKENS + 1, 0.0f);
     us_ahead.assign(MAX_TOKENS + 1, 0.0f);
     ahead_right.assign(MAX_TOKENS + 1, AHEAD_RIGHT);
@@ -877,6 +878,7 @@ bool moe_stream::end_decode(std::string & failure) {
             if (n_ubatches == 1 && client->seq_of_header() == __atomic_load_n(ch.done, __ATOMIC_ACQUIRE)) { // else it was broken off
                 learn(n_tokens_last);
                 learn_ahead(std::min(n_tokens_last, MAX_TOKENS));
+                one_whole = true;
             }
             return true;
         case GGML_MOE_STREAM_NO_ANSWER:
@@ -969,8 +971,8 @@ void moe_stream::set_streaming(int max_experts, bool always) {
     max_streamed  = max_experts;
     stream_always = always;
     forget_victims();
-    if (max_streamed > 0 && late_since < 0) {
-        set_late(LATE_FIRST, MAX_TOKENS, !always);
+    if (max_streamed > 0 && !always && late_since < 0) {
+        set_late(LATE_FIRST, MAX_TOKENS, true);
     }
 }
 
@@ -1076,9 +1078,10 @@ void moe_stream::adopt() {
     for (size_t i = 0; i < last_used.size(); i++) {
         last_used[i] = st.log.counts[i] > 0 ? n_decodes : last_used[i];
     }
-    if (n_tokens_last >= LATE_FROM && n_tokens_last <= MAX_TOKENS) {
+    if (one_whole && n_tokens_last >= LATE_FROM && n_tokens_last <= MAX_TOKENS) {
         consider_late();
     }
+    one_whole = false;
     settle();
 }
 
@@ -1087,7 +1090,8 @@ void moe_stream::adopt() {
 void moe_stream::consider_late() {
     constexpr float   GAIN     = 0.2f;
     constexpr float   US_PASS  = 25.0f; // until it is measured: what a pass takes that computes next to nothing
-    constexpr int64_t INTERVAL = 32;    // decodes
+    constexpr int64_t INTERVAL = 32;    // decodes since the last change
+    constexpr int     SEEN     = 8;     // and such decodes of this width
     double crowded = 0, bytes = 0;
     int    n_rows  = 0;
     for (const ggml_moe_stream_node & node : client->publish_nodes) {
@@ -1104,12 +1108,13 @@ void moe_stream::consider_late() {
     const int n  = n_tokens_last;
     float & mean = n_crowded[n];
     mean += (mean == 0 ? 1.0f : GAIN)*((float) (crowded/n_rows) - mean);
+    n_considered[n]++;
     const float us_pass  = us_hot[1] > 0 ? us_hot[1] : US_PASS;
     const float us_saved = mean*us_pool_byte*(float) (bytes/n_rows);
     const bool  change   = late_on[n] ? us_saved < 0.5f*us_pass : us_saved > 2.0f*us_pass;
     if (stream_always && !late_on[n] && mean > 0) {
         set_late(LATE_FROM, MAX_TOKENS, true);
-    } else if (!stream_always && change && n_decodes >= late_since + INTERVAL) {
+    } else if (!stream_always && change && n_considered[n] >= SEEN && n_decodes >= late_since + INTERVAL) {
         set_late(n, n, !late_on[n]);
     }
 }
@@ -1117,6 +1122,7 @@ void moe_stream::consider_late() {
 void moe_stream::set_late(int from, int to, bool on) {
     std::fill(late_on.begin() + from, late_on.begin() + to + 1, on);
     std::fill(n_crowded.begin() + from, n_crowded.begin() + to + 1, 0.0f);
+    std::fill(n_considered.begin() + from, n_considered.begin() + to + 1, 0);
     late_since = n_decodes;
     st.lane_changed();
 }

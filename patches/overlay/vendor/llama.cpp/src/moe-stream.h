@@ -9,7 +9,6 @@
 
 #include "ggml-moe-stream.h"
 
-#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -56,7 +55,7 @@ public:
     void set_values(const float * values);             // [n_rows][n_expert]: residents of low value make room. From any thread
     void changes(const moe_layer & l, std::vector<bool> & came, std::vector<bool> & left) const; // of a row, by the decode; before adopt
     void adopt();                                      // after a decode: what was streamed is resident
-    bool in_two_passes() const { return std::find(late_on.begin(), late_on.end(), true) != late_on.end(); } // batches of some width
+    bool in_two_passes() const { return n_tokens_last <= MAX_TOKENS && late_on[n_tokens_last]; } // batches of the last width
     void settle();                                     // the same, also in the middle of one: before layers that look at the host's map
     bool streams(const moe_layer & l) const;
 
@@ -131,6 +130,8 @@ private:
     std::vector<bool>      late_on;          // [tokens] such batches are computed in two passes
     int64_t                late_since = -1;  // n_decodes when that changed; negative: it was never considered
     std::vector<float>     n_crowded;        // [tokens] GGML_MOE_STREAM_CROWDED of a row and decode
+    std::vector<int>       n_considered;     // [tokens] decodes in that
+    bool                   one_whole = false; // the decode had one ubatch, in-stream and not broken off
 
     void * side = nullptr;                   // ggml_moe_stream_channel::side
     std::shared_ptr<moe_pool>          pool;
