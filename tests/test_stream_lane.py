@@ -274,10 +274,13 @@ def test_wide_batches_begin_with_two_passes_and_take_one_where_there_is_room(
             a.experts.load(row, expert)
     a.experts.sync()
     a.experts.publish()
+    step(a, 8)
     two = step(a, 9)
+    n_built = a.experts.graph_stats()[1]
     for _ in range(40):
         step(a, 9)
     assert not passes.of(a, 9) and passes.of(a, 8), "each width for itself"
+    assert a.experts.graph_stats()[1] == n_built + 1, "the graphs of other widths are kept"
     assert close(two, step(a, 9))
 
 

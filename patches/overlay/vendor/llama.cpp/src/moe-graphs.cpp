@@ -24,6 +24,18 @@ void moe_graph_cache::clear() {
     entries.clear();
 }
 
+bool moe_graph_cache::drop(int n_tokens) {
+    const auto it = std::find_if(entries.begin(), entries.end(), [&](const auto & e) { return e->n_tokens == n_tokens && !e->failed; });
+    if (it == entries.end()) {
+        return false;
+    }
+    if (current == it->get()) {
+        restore();
+    }
+    entries.erase(it);
+    return true;
+}
+
 // reserves for the full context, so that the buffers do not grow while generating
 bool moe_graph_cache::create(entry & e) {
     e.sched.reset(ggml_backend_sched_new(ctx.backend_ptrs.data(), ctx.backend_buft.data(), (int) ctx.backend_ptrs.size(),

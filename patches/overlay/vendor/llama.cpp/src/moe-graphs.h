@@ -22,6 +22,7 @@ public:
     void select(int n_tokens); // swaps in the width's graph; the context's own for widths over the limit
     void restore();            // the context's own graph
     void clear();              // restores and frees all others
+    bool drop(int n_tokens);   // frees the width's graph; false: it has none of its own
     size_t device_bytes(ggml_backend_dev_t dev) const; // compute buffers of all widths but the context's own
 
 private:

@@ -47,6 +47,12 @@ void llama_moe_state::changed_graphs() {
     ctx.sched_need_reserve = true;
 }
 
+void llama_moe_state::passes_changed(int n_tokens) {
+    if (!graphs.drop(n_tokens)) { // the context's own graph serves it
+        changed_graphs();
+    }
+}
+
 void llama_moe_state::fail(const std::string & what) {
     failure = what;
     LLAMA_LOG_ERROR("moe: %s\n", what.c_str());

@@ -104,7 +104,8 @@ struct llama_moe_state {
     int32_t set_slots(const int32_t * n_slots, std::string & error);
     void    set_callback(llama_moe_router_callback callback, void * user_data);
     void    placement_changed(); // after publish, evict and new slots
-    void    lane_changed() { changed_graphs(); } // layers are computed in another number of passes
+    void    passes_changed() { changed_graphs(); } // layers are computed in another number of passes
+    void    passes_changed(int n_tokens);          // those of batches of this width
     int64_t device_bytes() const;
     uint32_t n_more_nodes() const { return prompt ? (uint32_t) prompt->n_nodes() : 0; } // in a graph, than upstream expects
 

@@ -1086,7 +1086,8 @@ void moe_stream::adopt() {
 }
 
 // Batches of a width in two passes, if that lets so many more experts cross the link that the pool is spared twice what a pass costs; in one
-// again, if it is spared less than half of it. The graphs are built anew then, which takes as long as some steps; so what is likely comes first.
+// again, if it is spared less than half of it. The width's graph is built anew then, which takes as long as a step or two; so what is likely
+// comes first.
 void moe_stream::consider_late() {
     constexpr float   GAIN     = 0.2f;
     constexpr float   US_PASS  = 25.0f; // until it is measured: what a pass takes that computes next to nothing
@@ -1124,7 +1125,11 @@ void moe_stream::set_late(int from, int to, bool on) {
     std::fill(n_crowded.begin() + from, n_crowded.begin() + to + 1, 0.0f);
     std::fill(n_considered.begin() + from, n_considered.begin() + to + 1, 0);
     late_since = n_decodes;
-    st.lane_changed();
+    if (from == to) {
+        st.passes_changed(from);
+    } else {
+        st.passes_changed();
+    }
 }
 
 void moe_stream::settle() {
