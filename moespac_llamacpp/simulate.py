@@ -222,8 +222,8 @@ def replay(
         if late:
             moves = ahead
         else:
-            if batch.tokens is not None:
-                policy.expect(batch.tokens.tolist())
+            if batch.tokens is not None:  # as live: no time passes between the last guess and the decode
+                policy.expect(batch.tokens[:-1].tolist())
             moves = policy.plan(resident, limits)
         carry_out(moves, resident, limits)
         present = resident
