@@ -42,6 +42,8 @@ def test_single_steps_of_a_planted_model_are_checked_and_timed(tmp_path: Path) -
     steps = {row["contender"]: row["step_ms"]["median"] for row in report["results"]}
     assert set(steps) == {"upstream 0L", f"upstream {N_LAYER}L", "hybrid 0.25", "hybrid 1", "detached"}
     assert min(steps.values()) > 0
+    wide = script("bench_hybrid.py", str(model), "--widths", "2,33")
+    assert wide.returncode == 2 and "a step has 1 to 32 tokens, with logits of all, not 33" in wide.stderr
     assert len(report["checks"]) == 3 and not any(check["failures"] for check in report["checks"])
 
 

@@ -262,7 +262,7 @@ def test_wide_batches_begin_with_two_passes_and_take_one_where_there_is_room(
     assert not passes.of(a, 7) and not any(r.two_passes for r in a.experts.rows())
     assert passes.of(a, 8) and passes.of(a, 9)
     assert all(r.two_passes == r.streams for r in a.experts.rows()) and any(r.streams for r in a.experts.rows())
-    # slots for all that the batch uses, and for as many that it does not
+    # slots for all that the batch uses, and for one that it does not
     used = a.experts.counts() > 0
     assert not used.all(axis=1).any()
     a.experts.set_slots([int(used[r.row].sum()) + 1 for r in a.experts.rows()])

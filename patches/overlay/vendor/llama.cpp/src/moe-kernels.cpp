@@ -81,9 +81,10 @@ static_assert(sizeof(block_q8_K)   == 292, "q8_K layout");
 // helpers for both instruction sets
 //
 
-// How far ahead of a block, in bytes, weights are prefetched: to L2, or to L1 where it is less. It may run past the last row: a prefetch
-// does not fault. docs/kernels.md has what it is worth: on a Xeon up to a half, since its own prefetcher ends with each page.
-template <class Block> constexpr int PREFETCH = 4608;
+// How far ahead of a block, in bytes, weights are prefetched: to L2, or over a shorter distance to L1. It may run past the last row: a
+// prefetch does not fault. docs/kernels.md has what it is worth: on a Xeon up to a half, since its own prefetcher ends with each page.
+constexpr int TO_L2 = 4608;
+template <class Block> constexpr int PREFETCH = TO_L2;
 template <> constexpr int PREFETCH<block_q2_K>   = 2304;
 template <> constexpr int PREFETCH<block_q3_K>   = 2304;
 template <> constexpr int PREFETCH<block_q4_K>   = 2304;
@@ -101,7 +102,7 @@ template <int N = 1, class Block> MOE_INLINE void prefetch_ahead(const Block * b
     if (distance > 0) {
         MOE_UNROLL
         for (int line = 0; line < N*(int) sizeof(Block); line += 64) {
-            _mm_prefetch((const char *) blocks + distance + line, PREFETCH<Block> < 4096 ? _MM_HINT_T0 : _MM_HINT_T1);
+            _mm_prefetch((const char *) blocks + distance + line, PREFETCH<Block> < TO_L2 ? _MM_HINT_T0 : _MM_HINT_T1);
         }
     }
 }
